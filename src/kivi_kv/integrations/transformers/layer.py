@@ -1,0 +1,203 @@
+"""KiviLayer: one layer of a transformers cache, over a LayerCache."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import LayerCache
+from ...config import KiviConfig, KiviWarning
+from .handle import KVHandle
+
+
+class KiviLayer(CacheLayerMixin):
+    """Stages new tokens in `update`, stores them in the attention call, which knows the padding mask.
+
+    A token that the mask hides is never stored: a row's cache is what it would be without padding.
+    `seen` counts tokens as transformers does, padding included.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False  # the first update allocates: it knows batch, heads, dtype and device
+
+    def __init__(
+        self, config: KiviConfig, max_tokens: int | None = None, counts: Counter[str] | None = None
+    ) -> None:
+        # not super().__init__, which would assign keys and values
+        self.config = config
+        self.max_tokens = max_tokens
+        self.cache: LayerCache | None = None
+        self.is_initialized = False
+        self.staged: tuple[Tensor, Tensor] | None = None
+        self.seen = 0
+        self.mask: Tensor | None = None  # [B, seen] bool: which seen tokens are stored; None for all
+        self.counts: Counter[str] = Counter() if counts is None else counts  # shared by a cache's layers
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"key_states, value_states: expected equal shapes, got {tuple(key_states.shape)} and "
+                f"{tuple(value_states.shape)}; this model's attention cannot be packed"
+            )
+        B, H, _, D = key_states.shape
+        self.cache = LayerCache(
+            self.config, B, H, D, key_states.dtype, key_states.device, max_tokens=self.max_tokens
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[KVHandle, KVHandle]:
+        """Stage tokens [B, H, M, D]; return handles for the attention call."""
+        self._settle()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.staged = (key_states, value_states)
+        return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
+
+    def attend(self, q: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Attend the staged tokens and store them. mask: [B, >= T] bool, False for padding, or None.
+
+        Returns [B, HQ, M, D]. options: those of ops.attend.
+        """
+        cache = self._ready()
+        if self.staged is None:
+            raise RuntimeError("attend: expected tokens staged by update, got none")
+        k, v = self.staged
+        total = self.seen + k.shape[2]
+        valid = None if mask is None else self._valid(mask[:, :total], cache)
+        out = cache.step(q, k, v, valid, **options)
+        self._advance(k.shape[2], valid)
+        return out
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted."""
+        self._count(
+            "materializations",
+            "the packed cache is dequantized at every step, since the model's attention is not 'kivi'; "
+            "make the cache with cache_for(model), or call model.set_attn_implementation('kivi')",
+        )
+        return self._dense()
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Dequantized keys [B, H, T, D], or None before the first update."""
+        return self._dense()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Dequantized values [B, H, T, D], or None before the first update."""
+        return self._dense()[1] if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        return self.seen + (self.staged[0].shape[2] if self.staged else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_tokens is None else self.max_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest -tokens_to_remove tokens; 0 does nothing."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
+        self._settle()
+        if self.cache is None or tokens_to_remove == 0:
+            return
+        self.seen = max(0, self.seen + tokens_to_remove)
+        if self.mask is None:
+            self.cache.crop(self.seen)
+        else:
+            self.mask = self.mask[:, : self.seen]
+            self.cache.crop(self.mask.sum(1).tolist())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            rows = torch.arange(self.cache.storage.batch)
+            self._select(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        self.staged, self.mask, self.seen = None, None, 0
+        if self.cache is not None:
+            self.cache.reset()
+
+    def offload(self) -> None:
+        raise ValueError("offloading: expected False, since a packed cache stays on its device, got True")
+
+    def _select(self, indices: Tensor) -> None:
+        self._settle()
+        if self.cache is None:
+            return
+        self.cache.select(indices)
+        if self.mask is not None:
+            self.mask = self.mask[indices.to(self.mask.device)]
+
+    def _ready(self) -> LayerCache:
+        if self.cache is None:
+            raise RuntimeError("the layer holds nothing yet: update must come first")
+        return self.cache
+
+    def _valid(self, mask: Tensor, cache: LayerCache) -> Tensor:
+        """The staged part of the mask; the part before must mark what was stored when those tokens came."""
+        past = mask[:, : self.seen]
+        if cache.checked:
+            same = past.all() if self.mask is None else torch.equal(past, self.mask)
+            if not same:
+                raise ValueError(
+                    "attention_mask: expected the padding that earlier tokens were stored with, got another one"
+                )
+        return mask[:, self.seen :]
+
+    def _advance(self, tokens: int, valid: Tensor | None) -> None:
+        """Count the staged tokens as seen, and remember which of them were stored."""
+        self.staged = None
+        hidden = valid is not None and not bool(valid.all())
+        if hidden or self.mask is not None:
+            B = self._ready().storage.batch
+            device = self._ready().storage.lengths.device
+            past = torch.ones(B, self.seen, dtype=torch.bool, device=device) if self.mask is None else self.mask
+            new = torch.ones(B, tokens, dtype=torch.bool, device=device) if valid is None else valid
+            self.mask = torch.cat([past, new], dim=1)
+        self.seen += tokens
+
+    def _settle(self) -> None:
+        """Store staged tokens that our attention never saw, padding and all."""
+        if self.staged is None:
+            return
+        k, v = self.staged
+        self._count(
+            "unattended",
+            "tokens were stored without passing through the 'kivi' attention: padding, if any, is stored too; "
+            "call model.set_attn_implementation('kivi')",
+        )
+        self._ready().append(k, v)
+        self._advance(k.shape[2], None)
+
+    def _count(self, what: str, warning: str) -> None:
+        self.counts[what] += 1
+        if self.counts[what] == 1:
+            warnings.warn(warning, KiviWarning, stacklevel=4)
+
+    def _dense(self) -> tuple[Tensor, Tensor]:
+        k, v = self._ready().dequantize()
+        if self.mask is not None:  # put the tokens back where the padded batch has them
+            spread = k.new_zeros((2, *k.shape[:2], self.seen, k.shape[3]))
+            for row, keep in enumerate(self.mask):
+                n = int(keep.sum())
+                spread[0, row, :, keep], spread[1, row, :, keep] = k[row, :, :n], v[row, :, :n]
+            k, v = spread[0], spread[1]
+        if self.staged is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip((k, v), self.staged, strict=True))
+        return k, v

@@ -1,0 +1,35 @@
+"""Attention over dense K and V with the two extras that torch's own lacks: softcap and sink logits."""
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """softmax(softcap * tanh(q k^T * scale / softcap)) v, the softmax including one value-less logit per head.
+
+    q: [B, HQ, M, D]; k, v: [B, H, T, D]; mask: bool, True where seen, broadcastable to [B, HQ, M, T], or None for
+    causal with the queries being the newest tokens; sink_logits: [HQ]. Returns [B, HQ, M, D] in q's dtype.
+    """
+    B, HQ, M, D = q.shape
+    H, T = k.shape[1], k.shape[2]
+    if mask is None:
+        mask = torch.arange(T, device=q.device) <= T - M + torch.arange(M, device=q.device)[:, None]
+    grouped = q.float().reshape(B, H, HQ // H * M, D)
+    logits = (grouped @ k.float().transpose(-1, -2)).view(B, HQ, M, T) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    if sink_logits is not None:
+        sink = sink_logits.float().view(1, HQ, 1, 1).expand(B, -1, M, -1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1)[..., :T].reshape(B, H, HQ // H * M, T)
+    return (weights @ v.float()).view(B, HQ, M, D).to(q.dtype)
