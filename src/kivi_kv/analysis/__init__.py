@@ -1,5 +1,6 @@
 """Measure what a cache costs in accuracy."""
 
 from .fidelity import Scores, teacher_forced
+from .texts import read_text
 
-__all__ = ["Scores", "teacher_forced"]
+__all__ = ["Scores", "read_text", "teacher_forced"]
