@@ -48,9 +48,7 @@ def measure(
     cache = cache_for(model, config) if config else DynamicCache(config=model.config)
     scores = teacher_forced(model, ids[:, :tokens], cache, config, progress=bar)
     start = time.perf_counter()
-    out = model.generate(
-        ids[:, : tokens + 1], max_new_tokens=new_tokens, do_sample=False, **cache_argument(cache)
-    )
+    out = model.generate(ids[:, : tokens + 1], max_new_tokens=new_tokens, do_sample=False, **cache_argument(cache))
     return scores, cache, out[0, tokens + 1 :].tolist(), new_tokens / (time.perf_counter() - start)
 
 
@@ -73,12 +71,11 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
     with console.status("loading the model (about 20 s from GGUF)"):
-        model, tokenizer = load(args.model or packaged_model())
+        model, tokenizer = load(args.model or packaged_model(), progress=False)
     text = read_text(args.text)
-    ids = tokenizer(text[len(text) // 3 :], return_tensors="pt").input_ids
+    ids = tokenizer(text, return_tensors="pt").input_ids
     tokens = args.tokens
     if not 1 < tokens < ids.shape[1]:
         raise SystemExit(f"--tokens: expected from 2 to {ids.shape[1] - 1} for this text, got {tokens}")

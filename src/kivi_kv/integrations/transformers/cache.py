@@ -135,7 +135,8 @@ def cache_for(
 def _native_reason(layer: object, config: PreTrainedConfig) -> str | None:
     """Why a layer keeps its own storage, or None when it can be packed."""
     if type(layer) is not DynamicLayer:
-        return f"{type(layer).__name__} is not a full-attention cache"
+        window = getattr(layer, "sliding_window", None)
+        return f"{type(layer).__name__}" if window is None else f"sliding window of {window} tokens"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "multi-head latent attention: K and V differ in shape"
     if getattr(config, "num_kv_shared_layers", 0):
