@@ -37,6 +37,7 @@ class SimulatedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+        self.pads = [min(pad, self.get_seq_length()) for pad in self.pads]
         start = self.config.sink_length
         whole = [max(0, self.get_seq_length() - pad - start) // PAGE for pad in self.pads]
         self.packed = [min(pair) for pair in zip(self.packed, whole, strict=True)]
@@ -91,7 +92,9 @@ def equal_tokens(actual: Tensor, expected: Tensor) -> None:
     """Assert equality of token ids [rows, T], saying where they part."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
     differ = (actual != expected).nonzero()
-    assert not len(differ), f"tokens differ from row {differ[0, 0]}, position {differ[0, 1]} of {actual.shape[1]} on"
+    assert not len(differ), (
+        f"tokens differ from row {differ[0, 0]}, position {differ[0, 1]} of {actual.shape[1]} on"
+    )
 
 
 def repeat_pads(pads: list[int], times: int) -> list[int]:

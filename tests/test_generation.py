@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cache import SimulatedCache, equal_tokens, repeat_pads
-from tiny_models import FAMILIES, PACKABLE, SLIDING, left_padded, make_model, prompt, touched, untouched
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for
 from kivi_kv.integrations.transformers.compat import cache_argument
+from simulated_cache import SimulatedCache, equal_tokens, repeat_pads
+from tiny_models import FAMILIES, PACKABLE, SLIDING, left_padded, make_model, prompt, touched, untouched
 
 NEW = 24  # tokens per generation
 MakeCache = Callable[[list[int]], Cache]  # from the padding of each row
@@ -31,7 +31,9 @@ SINKS = KiviConfig(k_bits=4, v_bits=8, group_size=64, residual_length=17, sink_l
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor] | Tensor, cache: Cache, **options: Any) -> Tensor:
     if isinstance(inputs, Tensor):
         inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
-    return model.generate(**inputs, **cache_argument(cache), **{"max_new_tokens": NEW, "do_sample": False} | options)
+    return model.generate(
+        **inputs, **cache_argument(cache), **{"max_new_tokens": NEW, "do_sample": False} | options
+    )
 
 
 def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:

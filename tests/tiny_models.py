@@ -1,4 +1,4 @@
-"""Random models of a few layers, one per kind of attention that a cache meets in the wild. Nothing is downloaded."""
+"""Random models of a few layers, one per kind of attention that a cache meets. Nothing is downloaded."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,5 +1,5 @@
 """The cache of one layer: what is stored when, and the edits that generation needs."""
 
-from .layer import LayerCache
+from .layer import DenseAttention, LayerCache
 
-__all__ = ["LayerCache"]
+__all__ = ["DenseAttention", "LayerCache"]

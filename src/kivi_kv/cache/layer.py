@@ -1,19 +1,19 @@
 """LayerCache: append tokens, pack pages, attend."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import PAGE, KiviConfig
 from ..format import decode_pages, to_pages
-from ..ops import attend
+from ..ops import attend, dense_attention
 from ..ops.checks import check_finite, check_kv, check_shape
 from ..storage import KVStorage
 from . import edits, slots
 
+DenseAttention = Callable[..., Tensor]  # (q, k, v, **options)
 _PACK_BLOCK = 16  # pages quantized at a time: bounds the scratch of a long prompt
 
 
@@ -61,23 +61,33 @@ class LayerCache:
         """Bytes allocated."""
         return self.storage.nbytes
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, **options: Any) -> Tensor:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None = None,
+        dense: DenseAttention = dense_attention,
+        **options: Any,
+    ) -> Tensor:
         """Attend M new tokens and store them.
 
         q: [B, HQ, M, D]; k, v: [B, H, M, D]; valid: [B, M] bool, False for padding, which is never stored and
         whose output is zero. Each query sees its row's stored tokens, packed or not, and the new tokens up to
-        itself in full precision. options: scale, softcap and sink_logits of ops.attend.
+        itself in full precision. options: scale, softcap and sink_logits of ops.attend. dense attends plain K and
+        V, the queries being the newest tokens, for as long as nothing is packed: a model that passes its usual
+        attention gets its usual output, to the bit.
         Returns [B, HQ, M, D]. Raises ValueError before anything is stored.
         """
         self._check(k, v, valid)
         if valid is None or bool(valid.all()):
-            return self._step(slice(0, self.storage.batch), q, k, v, options)
+            return self._step(slice(0, self.storage.batch), q, k, v, dense, options)
         out = torch.zeros_like(q)
         for row, keep in enumerate(valid):
             rows = slice(row, row + 1)
             if keep.any():
                 q_row, k_row, v_row = (x[rows][:, :, keep] for x in (q, k, v))
-                out[rows, :, keep] = self._step(rows, q_row, k_row, v_row, options)
+                out[rows, :, keep] = self._step(rows, q_row, k_row, v_row, dense, options)
         return out
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
@@ -122,12 +132,16 @@ class LayerCache:
         """Forget every token; keep the memory."""
         edits.reset(self.storage)
 
-    def _step(self, rows: slice, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def _step(
+        self, rows: slice, q: Tensor, k: Tensor, v: Tensor, dense: DenseAttention, options: dict[str, Any]
+    ) -> Tensor:
         if k.shape[2] == 1:
             self._append(rows, k, v)
-            return attend(q, self.storage.rows(rows), **options)
+            view = self.storage.rows(rows)
+            plain = self._plain(view)
+            return attend(q, view, **options) if plain is None else dense(q, *plain, **options)
         if not self.storage.lengths[rows].any() and options.keys() <= {"scale"}:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, **options)
+            out = dense(q, k, v, **options)
         else:
             # make room for the first new token, as decoding it alone would: all M queries see that state
             for part, length, packed in self._uniform(rows):
@@ -135,6 +149,13 @@ class LayerCache:
             out = attend(q, self.storage.rows(rows), k, v, **options)
         self._append(rows, k, v)
         return out
+
+    def _plain(self, view: KVStorage) -> tuple[Tensor, Tensor] | None:
+        """K and V [B, H, T, D] of rows that have packed nothing yet and are equally long, else None."""
+        lengths = view.lengths.tolist()
+        if view.packed.any() or len(set(lengths)) > 1:
+            return None
+        return view.dense_k[:, :, : lengths[0]], view.dense_v[:, :, : lengths[0]]
 
     def _append(self, rows: slice, k: Tensor, v: Tensor) -> None:
         M = k.shape[2]

@@ -1,9 +1,19 @@
 """Operators on tensors: each checks its arguments, then computes what reference.py specifies."""
 
 from .attention import attend
+from .dense_attention import dense_attention
 from .packed_matmul import packed_matmul
 from .packing import pack, unpack
 from .quantize import quantize_k, quantize_v
 from .simulate import fake_quantize
 
-__all__ = ["attend", "fake_quantize", "pack", "packed_matmul", "quantize_k", "quantize_v", "unpack"]
+__all__ = [
+    "attend",
+    "dense_attention",
+    "fake_quantize",
+    "pack",
+    "packed_matmul",
+    "quantize_k",
+    "quantize_v",
+    "unpack",
+]

@@ -1,6 +1,7 @@
-"""Attention over dense K and V with the two extras that torch's own lacks: softcap and sink logits."""
+"""Attention over dense K and V: torch's own, or written out for softcap and sink logits, which that lacks."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,6 +22,9 @@ def dense_attention(
     """
     B, HQ, M, D = q.shape
     H, T = k.shape[1], k.shape[2]
+    if softcap is None and sink_logits is None and (mask is not None or M in (1, T)):
+        causal = mask is None and M > 1
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
     if mask is None:
         mask = torch.arange(T, device=q.device) <= T - M + torch.arange(M, device=q.device)[:, None]
     grouped = q.float().reshape(B, H, HQ // H * M, D)

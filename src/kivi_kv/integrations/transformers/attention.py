@@ -85,7 +85,11 @@ def kivi_attention(
         raise ValueError(f"sliding_window: expected None for a packed layer, got {window}")
     options = {"scale": scaling, "softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
     given = {name: x for name, x in options.items() if x is not None}
-    return key.layer.attend(query, attention_mask, **given).transpose(1, 2).contiguous(), None
+
+    def usual(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return _dense(module, q, k, v, None, dropout, scaling, **kwargs).transpose(1, 2)
+
+    return key.layer.attend(query, attention_mask, usual, **given).transpose(1, 2).contiguous(), None
 
 
 def _dense(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ...cache import LayerCache
+from ...cache import DenseAttention, LayerCache
 from ...config import KiviConfig, KiviWarning
 from .handle import KVHandle
 
@@ -60,10 +60,10 @@ class KiviLayer(CacheLayerMixin):
         self.staged = (key_states, value_states)
         return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
 
-    def attend(self, q: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attend(self, q: Tensor, mask: Tensor | None, dense: DenseAttention, **options: Any) -> Tensor:
         """Attend the staged tokens and store them. mask: [B, >= T] bool, False for padding, or None.
 
-        Returns [B, HQ, M, D]. options: those of ops.attend.
+        Returns [B, HQ, M, D]. dense and options: those of LayerCache.step.
         """
         cache = self._ready()
         if self.staged is None:
@@ -71,7 +71,7 @@ class KiviLayer(CacheLayerMixin):
         k, v = self.staged
         total = self.seen + k.shape[2]
         valid = None if mask is None else self._valid(mask[:, :total], cache)
-        out = cache.step(q, k, v, valid, **options)
+        out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
         return out
 
