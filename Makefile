@@ -7,7 +7,7 @@ endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.kivi-kv-installed
 
-.PHONY: install demo test lint bench
+.PHONY: install demo test test-oldest lint bench
 install: $(STAMP)
 
 $(PYTHON):
@@ -24,7 +24,15 @@ demo: install
 	$(PYTHON) examples/demo.py
 
 test: install lint
-	$(PYTHON) -m pytest -n 2 -q
+	$(PYTHON) -m pytest -n 2 --dist loadgroup -q
+
+# the oldest transformers that we support, with the quick part of the tests
+OLDEST := .venv-oldest
+test-oldest:
+	python3 -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.13.0
+	$(OLDEST)/bin/python -m pip install --quiet -e ".[dev]" transformers==5.17.0
+	$(OLDEST)/bin/python -m pytest -n 2 -q -m quick
 
 lint: install
 	$(PYTHON) -m ruff check .

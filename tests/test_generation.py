@@ -16,9 +16,19 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for
 from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens, repeat_pads
-from tiny_models import FAMILIES, PACKABLE, SLIDING, left_padded, make_model, prompt, touched, untouched
+from tiny_models import (
+    FAMILIES,
+    NEW,
+    PACKABLE,
+    SLIDING,
+    generate,
+    left_padded,
+    make_model,
+    prompt,
+    touched,
+    untouched,
+)
 
-NEW = 24  # tokens per generation
 MakeCache = Callable[[list[int]], Cache]  # from the padding of each row
 Mode = Callable[[PreTrainedModel, str, MakeCache], Tensor]
 Outcome = Tensor | type[Exception]
@@ -26,14 +36,6 @@ Outcome = Tensor | type[Exception]
 UNPACKED = KiviConfig(residual_length=1024)
 PACKED = KiviConfig(residual_length=32)  # the first page is packed at 161 tokens, the second at 289
 SINKS = KiviConfig(k_bits=4, v_bits=8, group_size=64, residual_length=17, sink_length=4)
-
-
-def generate(model: PreTrainedModel, inputs: dict[str, Tensor] | Tensor, cache: Cache, **options: Any) -> Tensor:
-    if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
-    return model.generate(
-        **inputs, **cache_argument(cache), **{"max_new_tokens": NEW, "do_sample": False} | options
-    )
 
 
 def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
@@ -210,7 +212,8 @@ def check_packed(family: str, mode: str, config: KiviConfig) -> None:
     expected, actual = simulated.outcome(mode), kivi.outcome(mode)
     pages = kivi.cache.stats()["pages"]
     assert pages == simulated.cache.pages
-    assert (pages > 0) == (family in PACKABLE and isinstance(actual, Tensor))
+    if isinstance(actual, Tensor):
+        assert (pages > 0) == (family in PACKABLE)
     check_equal(actual, expected)
 
 

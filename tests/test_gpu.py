@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from oracle import assert_bitwise_equal
-from tiny_models import make_model
 
 from kivi_kv import KiviConfig, LayerCache, cache_for, quantize_k, quantize_v, reference
+from kivi_kv.format import from_pages
 from kivi_kv.integrations.transformers import cache_argument
+from oracle import assert_bitwise_equal
+from tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +53,7 @@ def test_a_layer_stores_the_same_bytes_and_attends_them(config: KiviConfig) -> N
 
 def test_offsets_beyond_two_billion_elements() -> None:
     """A pool of more than 2^31 words: the far end holds what was put there."""
-    B, H, T, D = 8, 32, 65536, 128
+    B, H, T, D = 16, 32, 65536, 128
     layer = LayerCache(KiviConfig(8, 8), B, H, D, torch.float16, "cuda", max_tokens=T)
     assert layer.storage.pool.numel() > 2**31
     k, v = torch.randn(2, B, H, T // 8, D, device="cuda").half()
@@ -63,8 +64,6 @@ def test_offsets_beyond_two_billion_elements() -> None:
     last = layer.storage.pool[page.long()]
     tokens = slice((packed - 1) * 128 % (T // 8), (packed - 1) * 128 % (T // 8) + 128)
     expected = quantize_k((k + 7 / 8)[B - 1 :, :, tokens], 8, 32)
-    from kivi_kv.format import from_pages
-
     assert_bitwise_equal(from_pages(last[None], layer.storage.layout)[0].code, expected.code)
 
 

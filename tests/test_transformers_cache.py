@@ -29,8 +29,10 @@ from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens
 from tiny_models import (
     FAMILIES,
+    NEW,
     PACKABLE,
     VOCAB,
+    generate,
     left_padded,
     make_model,
     prompt,
@@ -39,7 +41,6 @@ from tiny_models import (
     untouched,
 )
 
-NEW = 20
 UNPACKED = KiviConfig(residual_length=1024)
 PACKED = KiviConfig(residual_length=32)
 TINY: dict[str, Any] = {
@@ -51,15 +52,6 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-
-
-def generate(
-    model: PreTrainedModel, inputs: dict[str, Tensor] | Tensor, cache: Cache | None = None, **options: Any
-) -> Tensor:
-    if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
-    chosen = {} if cache is None else cache_argument(cache)
-    return model.generate(**inputs, **chosen, **{"max_new_tokens": NEW, "do_sample": False} | options)
 
 
 def cache_quietly(model: PreTrainedModel, config: KiviConfig) -> KiviCache:
@@ -177,13 +169,15 @@ def test_an_unknown_preset_lists_those_that_exist() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("length", [150, 180])  # the page is packed while decoding, and at once
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_another_attention_is_right_and_said_to_be_slow(attention: str) -> None:
+def test_another_attention_is_right_and_said_to_be_slow(attention: str, length: int) -> None:
     model = make_model("qwen2", attn_implementation=attention)
     cache = KiviCache(model.config, PACKED)
     with slow_path():
-        actual = generate(model, prompt(180), cache)
-    equal_tokens(actual, generate(untouched("qwen2"), prompt(180), SimulatedCache(model.config, PACKED, [0])))
+        actual = generate(model, prompt(length), cache)
+    expected = generate(untouched("qwen2"), prompt(length), SimulatedCache(model.config, PACKED, [0]))
+    equal_tokens(actual, expected)
     stats = cache.stats()
     assert stats["pages"] == 1
     assert stats["materializations"] > 0
@@ -245,7 +239,7 @@ def test_max_tokens_allocates_once_and_refuses_more() -> None:
     cache = cache_for(model, PACKED, max_tokens=200)
     ids = generate(model, prompt(100), cache, max_new_tokens=1)
     allocated = cache.nbytes
-    ids = generate(model, ids, cache, max_new_tokens=100)  # the newest token is not stored yet
+    ids = generate(model, ids, cache, max_new_tokens=100)  # the newest is not stored yet
     equal_tokens(ids, generate(model, prompt(100), cache_for(model, PACKED), max_new_tokens=101))
     assert cache.nbytes == allocated == kivi_cache_bytes(PACKED, 2, 1, 200, 2, 32, torch.float32)
     assert (cache.stats()["tokens"], cache.stats()["pages"]) == (200, 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -19,8 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from kivi_kv.integrations.transformers.compat import cache_argument
+
 VOCAB = 99
 PAD = 0
+NEW = 24  # tokens that generate() adds
 WINDOW = 64  # of the sliding layers: shorter than a page, so that they and the packed layers really differ
 KEY_BIAS = 30.0  # Qwen's first layers have key biases far larger than anything else in the model
 
@@ -123,3 +127,13 @@ def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
         ids[row, longest - length :] = prompt(length, seed + row)
         mask[row, longest - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(
+    model: PreTrainedModel, inputs: dict[str, Tensor] | Tensor, cache: Cache | None = None, **options: Any
+) -> Tensor:
+    """model.generate, greedy and of NEW tokens unless options say otherwise. inputs may be plain token ids."""
+    if isinstance(inputs, Tensor):
+        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    chosen = {} if cache is None else cache_argument(cache)
+    return model.generate(**inputs, **chosen, **{"max_new_tokens": NEW, "do_sample": False} | options)

@@ -11,7 +11,7 @@ from ..format import Packed, from_pages
 from ..storage import KVStorage
 from .checks import check_shape
 
-_BLOCK_ELEMENTS = 1 << 21  # fp32 elements of one block of K or of logits: bounds scratch, and fits in caches
+_BLOCK_ELEMENTS = 1 << 19  # fp32 elements of one block of K or of logits: bounds scratch, and fits in caches
 _NEW_BLOCK = 512  # new tokens per block when many arrive at once
 
 Block = tuple[Tensor, Tensor, Tensor | None]
