@@ -369,6 +369,18 @@ def test_step_attends_the_state_that_a_query_must_see(config, chunks, dtype, see
         assert_holds(cache, all_k[:, :, :n], all_v[:, :, :n])
 
 
+@pytest.mark.parametrize("n", [127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("M", [1, 2, 200])
+def test_a_page_is_packed_before_the_token_that_fills_it_up_is_attended(n, M):
+    """At a page boundary one token and a chunk see the same pages: those of one token more."""
+    config = KiviConfig(residual_length=0)
+    k, v = tokens(1, n + M, dtype=torch.float32)
+    q, cache = randn(1, 2, M, 16), filled(config, k[:, :, :n], v[:, :, :n])
+    out = cache.step(q, k[:, :, n:], v[:, :, n:], scale=0.01)  # a flat softmax: every token counts
+    seen_k, seen_v = as_attended(config, k, v, config.pages(n + 1))
+    assert_close(out, reference.attend(q, seen_k, seen_v, 0.01), v)
+
+
 @pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"softcap": 2.0}, {"sink_logits": True}], ids=str)
 def test_step_with_padding_equals_rows_alone(options):
     """Valid tokens give the row's outputs and stored bits, padding gives zeros and stores nothing."""

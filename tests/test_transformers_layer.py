@@ -114,6 +114,18 @@ def test_any_edits_leave_what_the_dense_layer_holds(pads: list[int], sinks: int,
         pair.check()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens", [1, 3, 129])
+@pytest.mark.parametrize("pads", [[0], [0, 1]])
+def test_a_page_is_packed_before_the_token_that_makes_it_due(pads: list[int], tokens: int) -> None:
+    """The 161st token attends the first page packed, whether it comes alone or at the head of a chunk."""
+    pair = Pair(CONFIG, pads)
+    pair.feed(160)
+    assert pair.kivi.cache.packed == [0] * len(pads)
+    pair.feed(tokens)
+    pair.check()
+
+
 @pytest.mark.parametrize("tokens_to_remove", [0, torch.tensor(0), torch.tensor(-30), -300])
 def test_crop_takes_what_transformers_passes(tokens_to_remove: int | Tensor) -> None:
     """Some versions pass tensors."""

@@ -68,18 +68,23 @@ class LayerCache:
         v: Tensor,
         valid: Tensor | None = None,
         dense: DenseAttention = dense_attention,
-        **options: Any,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attend M new tokens and store them.
 
         q: [B, HQ, M, D]; k, v: [B, H, M, D]; valid: [B, M] bool, False for padding, which is never stored and
         whose output is zero. Each query sees its row's stored tokens, packed or not, and the new tokens up to
-        itself in full precision. options: scale, softcap and sink_logits of ops.attend. dense attends plain K and
-        V, the queries being the newest tokens, for as long as nothing is packed: a model that passes its usual
-        attention gets its usual output, to the bit.
+        itself in full precision. scale, softcap, sink_logits: as in ops.attend. dense attends plain K and V, the
+        queries being the newest tokens, for as long as nothing is packed: a model that passes its usual attention
+        gets its usual output, to the bit.
         Returns [B, HQ, M, D]. Raises ValueError before anything is stored.
         """
         self._check(k, v, valid)
+        self._check_query(q, k.shape[2], sink_logits)
+        options = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
         if valid is None or bool(valid.all()):
             return self._step(slice(0, self.storage.batch), q, k, v, dense, options)
         out = torch.zeros_like(q)
@@ -120,6 +125,10 @@ class LayerCache:
                 k[rows, :, S:start], v[rows, :, S:start] = decode_pages(pages, s.layout, k.dtype)
         return k, v
 
+    def make_room(self) -> None:
+        """Pack what the next token must find packed; `step` does so by itself."""
+        self._make_room(slice(0, self.storage.batch))
+
     def crop(self, lengths: int | list[int]) -> None:
         """Keep the first tokens of each row only. A page that is cut returns to full precision."""
         edits.crop(self.storage, [lengths] * self.storage.batch if isinstance(lengths, int) else lengths)
@@ -140,15 +149,20 @@ class LayerCache:
             view = self.storage.rows(rows)
             plain = self._plain(view)
             return attend(q, view, **options) if plain is None else dense(q, *plain, **options)
-        if not self.storage.lengths[rows].any() and options.keys() <= {"scale"}:
+        usual = options["softcap"] is None and options["sink_logits"] is None
+        if usual and not self.storage.lengths[rows].any():
             out = dense(q, k, v, **options)
         else:
-            # make room for the first new token, as decoding it alone would: all M queries see that state
-            for part, length, packed in self._uniform(rows):
-                self._pack(part, length, packed, self.config.pages(length + 1))
+            self._make_room(rows)
             out = attend(q, self.storage.rows(rows), k, v, **options)
         self._append(rows, k, v)
         return out
+
+    def _make_room(self, rows: slice) -> None:
+        """Pack as decoding one more token would: all queries of a chunk see that state."""
+        for part, length, packed in self._uniform(rows):
+            if self.max_tokens is None or length < self.max_tokens:
+                self._pack(part, length, packed, self.config.pages(length + 1))
 
     def _plain(self, view: KVStorage) -> tuple[Tensor, Tensor] | None:
         """K and V [B, H, T, D] of rows that have packed nothing yet and are equally long, else None."""
@@ -161,6 +175,7 @@ class LayerCache:
         M = k.shape[2]
         if not M:
             return
+        k, v = k.detach(), v.detach()
         s, S = self.storage, self.config.sink_length
         for part, length, packed in self._uniform(rows):
             new = slice(part.start - rows.start, part.stop - rows.start)
@@ -230,8 +245,18 @@ class LayerCache:
                 check_finite(name, x)
         if valid is not None:
             check_shape("valid", valid, (B, M))
+            if valid.dtype != torch.bool:
+                raise ValueError(f"valid: expected bool, got {valid.dtype}")
         if self.max_tokens is not None:
             new = [M] * B if valid is None else valid.sum(1).tolist()
             longest = max(n + m for n, m in zip(self.lengths, new, strict=True))
             if longest > self.max_tokens:
                 raise ValueError(f"max_tokens: the cache holds {self.max_tokens} tokens a row, got {longest}")
+
+    def _check_query(self, q: Tensor, M: int, sink_logits: Tensor | None) -> None:
+        B, H, _, D = self.storage.dense_k.shape
+        if q.ndim != 4 or q.shape[1] % H or not q.shape[1]:
+            raise ValueError(f"q: expected [B, HQ, M, D], HQ a multiple of {H}, got {tuple(q.shape)}")
+        check_shape("q", q, (B, q.shape[1], M, D))
+        if sink_logits is not None:
+            check_shape("sink_logits", sink_logits, (q.shape[1],))

@@ -11,7 +11,8 @@ from ..format import Packed, from_pages
 from ..storage import KVStorage
 from .checks import check_shape
 
-_BLOCK_ELEMENTS = 1 << 19  # fp32 elements of one block of K or of logits: bounds scratch, and fits in caches
+# fp32 elements of one block of K or of logits: bounds scratch; fits a CPU's cache, fills a GPU
+_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 _NEW_BLOCK = 512  # new tokens per block when many arrive at once
 
 Block = tuple[Tensor, Tensor, Tensor | None]
@@ -45,8 +46,8 @@ def attend(
     # the query heads of one kv head are rows of one matrix, so K and V are never repeated
     rows = q.float().reshape(B, H, HQ // H * M, D) * scale
     state = _OnlineSoftmax(rows, softcap)
-    per_page = B * H * PAGE * max(D, HQ // H * M)
-    for k, v, mask in _stored_blocks(storage, max(1, _BLOCK_ELEMENTS // per_page)):
+    pages = _BLOCK_ELEMENTS.get(q.device.type, 1 << 22) // (B * H * PAGE * max(D, HQ // H * M))
+    for k, v, mask in _stored_blocks(storage, max(1, pages)):
         state.add(k, v, mask)
     if new_k is not None and new_v is not None:
         check_shape("new_k", new_k, (B, H, M, D))
@@ -77,12 +78,13 @@ def _stored_blocks(storage: KVStorage, pages_per_block: int) -> Iterator[Block]:
 
 
 def _values(packed: Packed) -> Tensor:
-    """reference.decode in fp32 without its guard against ranges beyond fp32, which logits could not hold either."""
+    """reference.decode in fp32, in place where no group is ragged or near the end of fp32's range."""
     code = reference.unpack(packed.code, packed.bits).float()
-    groups, ragged = divmod(code.shape[-1], packed.group_size)
-    if ragged and groups:
-        return reference.decode(code, packed.scale, packed.zero, packed.group_size, torch.float32)
     scale, zero = packed.scale.float().unsqueeze(-1), packed.zero.float().unsqueeze(-1)
+    groups, ragged = divmod(code.shape[-1], packed.group_size)
+    huge = packed.scale.dtype != torch.float16 and scale.max() > torch.finfo(torch.float32).max / 2**packed.bits
+    if (ragged and groups) or huge:
+        return reference.decode(code, packed.scale, packed.zero, packed.group_size, torch.float32)
     code.unflatten(-1, (max(groups, 1), -1)).mul_(scale).add_(zero)
     return code
 
@@ -113,6 +115,8 @@ class _OnlineSoftmax:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
+            if mask.ndim == 4:  # a row without that token may lie over NaN, and 0 * NaN is NaN
+                v = v.masked_fill(~mask.transpose(-1, -2), 0.0)
         weights = self.add_logits(logits)
         self.acc += weights @ v
 

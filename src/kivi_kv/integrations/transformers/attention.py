@@ -39,6 +39,8 @@ def kivi_mask(
     plain = mask_function is causal_mask_function
     newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     if not (plain and newest):
+        # None must mean "causal, the queries being the newest tokens" to kivi_attention; sdpa_mask means more by it
+        kwargs["allow_is_causal_skip"] = kwargs.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,

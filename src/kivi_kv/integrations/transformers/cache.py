@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...config import PAGE, KiviConfig, KiviWarning
 from ...format import MIN_HEAD_DIM
@@ -81,7 +81,7 @@ class KiviCache(DynamicCache):
         pages = sum(caches[0].packed) if caches else 0
         return {
             "backend": BACKEND,
-            "tokens": self.get_seq_length(),
+            "tokens": self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0,
             "packed_layers": len(self.packed_layers),
             "native_layers": dict(self.native),
             "pages": pages,

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import DenseAttention, LayerCache
 from ...config import KiviConfig, KiviWarning
+from ...ops import dense_attention
 from .handle import KVHandle
 
 
@@ -60,7 +61,9 @@ class KiviLayer(CacheLayerMixin):
         self.staged = (key_states, value_states)
         return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
 
-    def attend(self, q: Tensor, mask: Tensor | None, dense: DenseAttention, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, mask: Tensor | None, dense: DenseAttention = dense_attention, **options: Any
+    ) -> Tensor:
         """Attend the staged tokens and store them. mask: [B, >= T] bool, False for padding, or None.
 
         Returns [B, HQ, M, D]. dense and options: those of LayerCache.step.
@@ -69,8 +72,9 @@ class KiviLayer(CacheLayerMixin):
         if self.staged is None:
             raise RuntimeError("attend: expected tokens staged by update, got none")
         k, v = self.staged
+        self.staged = None  # what is refused below is not stored later either
         total = self.seen + k.shape[2]
-        valid = None if mask is None else self._valid(mask[:, :total], cache)
+        valid = self._valid(None if mask is None else mask[:, :total], cache)
         out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
         return out
@@ -82,6 +86,8 @@ class KiviLayer(CacheLayerMixin):
             "the packed cache is dequantized at every step, since the model's attention is not 'kivi'; "
             "make the cache with cache_for(model), or call model.set_attn_implementation('kivi')",
         )
+        if self.staged is not None:
+            self._ready().make_room()
         return self._dense()
 
     @property
@@ -105,6 +111,7 @@ class KiviLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove tokens; 0 does nothing."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
         self._settle()
@@ -114,8 +121,9 @@ class KiviLayer(CacheLayerMixin):
         if self.mask is None:
             self.cache.crop(self.seen)
         else:
-            self.mask = self.mask[:, : self.seen]
-            self.cache.crop(self.mask.sum(1).tolist())
+            mask = self.mask[:, : self.seen]
+            self.cache.crop(mask.sum(1).tolist())
+            self.mask = _or_none(mask)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -142,27 +150,30 @@ class KiviLayer(CacheLayerMixin):
             return
         self.cache.select(indices)
         if self.mask is not None:
-            self.mask = self.mask[indices.to(self.mask.device)]
+            self.mask = _or_none(self.mask[indices.to(self.mask.device)])
 
     def _ready(self) -> LayerCache:
         if self.cache is None:
             raise RuntimeError("the layer holds nothing yet: update must come first")
         return self.cache
 
-    def _valid(self, mask: Tensor, cache: LayerCache) -> Tensor:
+    def _valid(self, mask: Tensor | None, cache: LayerCache) -> Tensor | None:
         """The staged part of the mask; the part before must mark what was stored when those tokens came."""
-        past = mask[:, : self.seen]
-        if cache.checked:
-            same = past.all() if self.mask is None else torch.equal(past, self.mask)
-            if not same:
-                raise ValueError(
-                    "attention_mask: expected the padding that earlier tokens were stored with, got another one"
-                )
-        return mask[:, self.seen :]
+        if mask is None:
+            same = self.mask is None
+        elif cache.checked:
+            past = mask[:, : self.seen]
+            same = bool(past.all()) if self.mask is None else torch.equal(past, self.mask)
+        else:
+            same = True
+        if not same:
+            raise ValueError(
+                "attention_mask: expected the padding that earlier tokens were stored with, got another one or none"
+            )
+        return None if mask is None else mask[:, self.seen :]
 
     def _advance(self, tokens: int, valid: Tensor | None) -> None:
-        """Count the staged tokens as seen, and remember which of them were stored."""
-        self.staged = None
+        """Count tokens as seen, and remember which of them were stored."""
         hidden = valid is not None and not bool(valid.all())
         if hidden or self.mask is not None:
             B = self._ready().storage.batch
@@ -182,6 +193,7 @@ class KiviLayer(CacheLayerMixin):
             "tokens were stored without passing through the 'kivi' attention: padding, if any, is stored too; "
             "call model.set_attn_implementation('kivi')",
         )
+        self.staged = None
         self._ready().append(k, v)
         self._advance(k.shape[2], None)
 
@@ -201,3 +213,8 @@ class KiviLayer(CacheLayerMixin):
         if self.staged is not None:
             k, v = (torch.cat(pair, dim=2) for pair in zip((k, v), self.staged, strict=True))
         return k, v
+
+
+def _or_none(mask: Tensor) -> Tensor | None:
+    """A mask that hides nothing is no mask."""
+    return None if mask.all() else mask
