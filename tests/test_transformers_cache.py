@@ -23,7 +23,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import kivi_kv
 from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for, kivi_cache_bytes, kv_cache_bytes
 from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens
@@ -146,7 +145,8 @@ def test_latent_attention_stays_native_and_right() -> None:
 
 def test_softcap_is_applied() -> None:
     fields = TINY | {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
-    config = Gemma2Config(**fields, attn_logit_softcapping=5.0, layer_types=["full_attention"] * 2)
+    fields |= {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 2}
+    config = Gemma2Config(**fields, attn_logit_softcapping=1.0)
     model = random_model(config)
     expected = generate(random_model(config, attn_implementation="eager"), left_padded([150, 90]))
     equal_tokens(generate(model, left_padded([150, 90]), cache_for(model, UNPACKED)), expected)
@@ -176,12 +176,10 @@ def test_another_attention_is_right_and_said_to_be_slow(attention: str, length: 
     cache = KiviCache(model.config, PACKED)
     with slow_path():
         actual = generate(model, prompt(length), cache)
-    expected = generate(untouched("qwen2"), prompt(length), SimulatedCache(model.config, PACKED, [0]))
-    equal_tokens(actual, expected)
+    equal_tokens(actual, generate(untouched("qwen2"), prompt(length), SimulatedCache(model.config, PACKED, [0])))
     stats = cache.stats()
     assert stats["pages"] == 1
-    assert stats["materializations"] > 0
-    assert stats["unattended"] > 0
+    assert min(stats["materializations"], stats["unattended"]) > 0
 
 
 def test_another_attention_is_right_with_padding() -> None:
@@ -302,4 +300,3 @@ def test_importing_the_package_does_not_import_transformers() -> None:
     code = "import sys, json, kivi_kv; print(json.dumps([m for m in sys.modules if m.startswith('transformers')]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
-    assert set(kivi_kv.__all__) <= {*dir(kivi_kv), "KiviCache", "cache_for"}
