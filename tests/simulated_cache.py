@@ -97,6 +97,12 @@ def equal_tokens(actual: Tensor, expected: Tensor) -> None:
     )
 
 
+def varied_and_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal tokens mean little when a model repeats one of them."""
+    assert len(expected[:, -20:].unique()) >= 6
+    equal_tokens(actual, expected)
+
+
 def repeat_pads(pads: list[int], times: int) -> list[int]:
     """Padding of a batch whose rows generate() repeats, for beams or several return sequences."""
     return torch.tensor(pads).repeat_interleave(times).tolist()

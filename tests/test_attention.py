@@ -177,13 +177,14 @@ def test_scale_softcap_and_sink_logits(softcap, sink_logits, scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("bias", [300, 900, 60_000])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_biased_key_channels(bias, bits, dtype):
-    """A few channels far from zero, alternating in sign, as some models' first layers have."""
+@pytest.mark.parametrize("bits", [2, 8])
+def test_biased_key_channels(bias, bits, rotary, dtype):
+    """A few channels far from zero, as some models' first layers have, constant or turning with the position."""
     k, v = randn(1, 2, 400, 64, seed=1), randn(1, 2, 400, 64, dtype=dtype, seed=2)
-    k[..., 3] += bias
-    k[..., 40] -= bias
+    k[..., 3] += bias * (torch.arange(400).cos() if rotary else 1)
+    k[..., 40] -= bias * (torch.arange(400).sin() if rotary else 1)
     Case(KiviConfig(bits, bits, residual_length=16), k.to(dtype), v).check(randn(1, 4, 2, 64, seed=3))
 
 
@@ -326,7 +327,8 @@ def test_dense_attention(M, options, dtype):
     causal = torch.arange(50) <= 50 - M + torch.arange(M)[:, None]
     mask = randn(M, 50, seed=4) > 0
     mask[:, 0] = True
-    allowed = (tolerance(q, k, **options) + torch.finfo(dtype).eps / 2) * v.abs().max().item()
+    # eps / 2 for the output, and as much for weights that torch's own attention narrows
+    allowed = (tolerance(q, k, **options) + torch.finfo(dtype).eps) * v.abs().max().item()
     for given, seen in ((None, causal), (mask, mask), (mask[None, None], mask)):
         out = dense_attention(q, k, v, given, **options)
         assert out.dtype == dtype

@@ -417,6 +417,49 @@ def _parts(*stops: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]
 
 
+def test_the_models_own_attention_serves_until_something_is_packed():
+    """A prompt and then single tokens: dense gets every token as it came, and its output is step's."""
+    config, seen = KiviConfig(residual_length=0, sink_length=2), []
+    k, v = tokens(2, 135)
+    q, cache = randn(2, 4, 135, 16, dtype=torch.float16), LayerCache(config, 2, 2, 16)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        assert options.pop("scale") == 0.5
+        assert not any(options.values())
+        seen.append((k.clone(), v.clone()))
+        return q + 1
+
+    for part in _parts(126, *range(127, 136)):
+        out = cache.step(*(x[:, :, part] for x in (q, k, v)), dense=dense, scale=0.5)
+        assert torch.equal(out, q[:, :, part] + 1) == (part.stop <= 130)
+    assert [x.shape[2] for x, _ in seen] == [
+        126,
+        127,
+        128,
+        129,
+        130,
+    ]  # 2 sinks and a page; the 131st token packs it
+    for seen_k, seen_v in seen:
+        assert_bitwise_equal(seen_k, k[:, :, : seen_k.shape[2]])
+        assert_bitwise_equal(seen_v, v[:, :, : seen_v.shape[2]])
+
+
+@pytest.mark.parametrize("max_tokens", [None, 384, 400])
+def test_make_room_packs_what_one_more_token_would(max_tokens):
+    """Rows of every state at once; only a row that is full for good has no next token to make room for."""
+    config = KiviConfig(residual_length=0)
+    k, v = tokens(4, 384)
+    cache = LayerCache(config, 4, 2, 16, max_tokens=max_tokens)
+    cache.append(k, v, torch.arange(384) < torch.tensor([[384], [127], [128], [0]]))
+    for _ in range(2):
+        cache.make_room()
+        assert cache.lengths == [384, 127, 128, 0]
+        assert cache.packed == [2 if max_tokens == 384 else 3, 0, 1, 0]
+    expected_k, expected_v = as_attended(config, k[:1], v[:1], cache.packed[0])
+    assert_bitwise_equal(cache.dequantize()[0][:1], expected_k)
+    assert_bitwise_equal(cache.dequantize()[1][:1], expected_v)
+
+
 def test_stored_tokens_carry_no_autograd_graph():
     k, v = tokens(1, 300)
     cache = LayerCache(KiviConfig(residual_length=0), 1, 2, 16)

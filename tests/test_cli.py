@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -12,8 +11,12 @@ from typer.testing import CliRunner, Result
 from kivi_kv import kivi_cache_bytes
 from kivi_kv.analysis import known_models
 from kivi_kv.cli.app import app
+from tiny_models import make_model
 
-CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def kivi(*args: object, stdin: str = "") -> Result:

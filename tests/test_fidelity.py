@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import make_model
 from transformers import DynamicCache
 
 from kivi_kv import KiviConfig, cache_for
 from kivi_kv.analysis import read_text, teacher_forced
 from kivi_kv.analysis.fidelity import decode_chunks
 from kivi_kv.integrations.transformers import cache_argument
+from tiny_models import make_model
 
 
 @pytest.mark.parametrize("config", [None, KiviConfig(), KiviConfig(residual_length=32, sink_length=4)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for
+from kivi_kv import KiviCache, KiviConfig
 from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens, repeat_pads
 from tiny_models import (
@@ -21,6 +21,7 @@ from tiny_models import (
     NEW,
     PACKABLE,
     SLIDING,
+    cache_of,
     generate,
     left_padded,
     make_model,
@@ -177,12 +178,7 @@ class KiviRun:
         self.cache: KiviCache
 
     def make(self, pads: list[int]) -> KiviCache:
-        model = touched(self.family)
-        if self.family in PACKABLE:
-            self.cache = cache_for(model, self.config)
-        else:
-            with pytest.warns(KiviWarning, match="no layer can be packed"):
-                self.cache = cache_for(model, self.config)
+        self.cache = cache_of(self.family, self.config)
         return self.cache
 
     def outcome(self, mode: str) -> Outcome:

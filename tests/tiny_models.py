@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for
 from kivi_kv.integrations.transformers.compat import cache_argument
 
 VOCAB = 99
@@ -137,3 +139,17 @@ def generate(
         inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     chosen = {} if cache is None else cache_argument(cache)
     return model.generate(**inputs, **chosen, **{"max_new_tokens": NEW, "do_sample": False} | options)
+
+
+def cache_quietly(model: PreTrainedModel, config: KiviConfig | str) -> KiviCache:
+    """cache_for of a model whose layers all stay native, which is worth one warning."""
+    with pytest.warns(KiviWarning, match="no layer can be packed") as warned:
+        cache = cache_for(model, config)
+    assert len(warned) == 1
+    return cache
+
+
+def cache_of(family: str, config: KiviConfig | str = "kivi2") -> KiviCache:
+    """cache_for of the shared model of that family."""
+    model = touched(family)
+    return cache_for(model, config) if family in PACKABLE else cache_quietly(model, config)

@@ -79,12 +79,11 @@ def kivi_attention(
         _warn_pattern(key)
         mask = attention_mask
         return _dense(module, query, key.dense(), value.dense(), mask, dropout, scaling, **kwargs), None
-    _refuse("dropout", dropout, 0.0)
-    _refuse("position_bias", kwargs.get("position_bias"), None)
-    _refuse("is_causal", kwargs.get("is_causal", True) in (None, True), True)
-    window = kwargs.get("sliding_window")
-    if window is not None and window < key.shape[2]:
-        raise ValueError(f"sliding_window: expected None for a packed layer, got {window}")
+    try:
+        _check_supported(key, dropout, kwargs)
+    except ValueError:
+        key.layer.staged = None  # what is refused is not stored later either
+        raise
     options = {"scale": scaling, "softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
     given = {name: x for name, x in options.items() if x is not None}
 
@@ -122,6 +121,15 @@ def _dense(
     _refuse("dropout", dropout, 0.0)
     out = dense_attention(query, key, value, mask, scale=scaling, softcap=softcap, sink_logits=sinks)
     return out.transpose(1, 2).contiguous()
+
+
+def _check_supported(key: KVHandle, dropout: float, kwargs: dict[str, Any]) -> None:
+    _refuse("dropout", dropout, 0.0)
+    _refuse("position_bias", kwargs.get("position_bias"), None)
+    _refuse("is_causal", kwargs.get("is_causal", True) in (None, True), True)
+    window = kwargs.get("sliding_window")
+    if window is not None and window < key.shape[2]:
+        raise ValueError(f"sliding_window: expected None for a packed layer, got {window}")
 
 
 def _refuse(name: str, value: object, allowed: object) -> None:

@@ -113,8 +113,9 @@ def cache_for(
     >>> cache = cache_for(model, "kivi2")
     >>> model.generate(**inputs, past_key_values=cache)
 
-    Raises ValueError for a model whose output would be wrong: encoder-decoder or bidirectional ones. Warns once
-    when no layer can be packed, or when the model's attention cannot be replaced.
+    Raises ValueError for a model whose output would be wrong: an encoder-decoder, or one whose config says
+    is_causal=False. Warns once when no layer can be packed. A model whose attention code is its own (falcon, bloom)
+    works, but has to dequantize the cache at every step; the first one warns.
     """
     config = KiviConfig.of(config)
     name = type(model).__name__

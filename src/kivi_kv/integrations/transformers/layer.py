@@ -56,7 +56,8 @@ class KiviLayer(CacheLayerMixin):
     ) -> tuple[KVHandle, KVHandle]:
         """Stage tokens [B, H, M, D]; return handles for the attention call."""
         self._settle()
-        if not self.is_initialized:
+        empty = not self.seen  # after reset(), another batch may come
+        if self.cache is None or (empty and self.cache.storage.batch != key_states.shape[0]):
             self.lazy_initialization(key_states, value_states)
         self.staged = (key_states, value_states)
         return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
@@ -83,8 +84,8 @@ class KiviLayer(CacheLayerMixin):
         """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted."""
         self._count(
             "materializations",
-            "the packed cache is dequantized at every step, since the model's attention is not 'kivi'; "
-            "make the cache with cache_for(model), or call model.set_attn_implementation('kivi')",
+            "the packed cache is dequantized at every step, since the model's attention is not 'kivi': make the "
+            "cache with cache_for(model); a model whose attention code is its own has no faster way",
         )
         if self.staged is not None:
             self._ready().make_room()

@@ -1,0 +1,83 @@
+"""What a simulated cache costs a model on a text: perplexity, divergence, agreement, by position."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .remedies import SimConfig
+from .simulation import simulate
+
+_ROWS = 512  # positions whose logits are handled at once
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One config on one text. Lists have one entry per quarter of the text, in order."""
+
+    perplexity: float
+    ratio: float  # to dense
+    kl: float  # of dense from quantized, mean over positions, nats
+    top1: float  # share of positions with dense's most likely token
+    kl_by_quarter: list[float]
+    top1_by_quarter: list[float]
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Reference:
+    """Dense predictions of a model on ids [1, T], which simulated caches are compared with."""
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self.model, self.ids = model, ids
+        self.hidden = hidden_states(model, ids, None)
+        self.nll = torch.cat([_nll(logits, self._target(part)) for part, logits in self._logits(self.hidden)])
+
+    @property
+    def perplexity(self) -> float:
+        return self.nll.mean().exp().item()
+
+    def compare(self, config: SimConfig | None) -> Result:
+        """Evaluate one config; None is dense once more."""
+        hidden = hidden_states(self.model, self.ids, config)
+        nll, kl, same = [], [], []
+        for (part, logits), (_, dense) in zip(self._logits(hidden), self._logits(self.hidden), strict=True):
+            nll.append(_nll(logits, self._target(part)))
+            kl.append(
+                F.kl_div(logits.log_softmax(-1), dense.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+            )
+            same.append((logits.argmax(-1) == dense.argmax(-1)).float())
+        divergence, agreement = torch.cat(kl), torch.cat(same)
+        perplexity = torch.cat(nll).mean().exp().item()
+        return Result(
+            perplexity,
+            perplexity / self.perplexity,
+            divergence.mean().item(),
+            agreement.mean().item(),
+            [x.mean().item() for x in divergence.chunk(4)],
+            [x.mean().item() for x in agreement.chunk(4)],
+        )
+
+    def _target(self, part: slice) -> Tensor:
+        return self.ids[0, 1:][part]
+
+    def _logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(positions, fp32 logits) of every position but the last, a few at a time."""
+        for start in range(0, hidden.shape[0] - 1, _ROWS):
+            part = slice(start, min(start + _ROWS, hidden.shape[0] - 1))
+            yield part, self.model.lm_head(hidden[part]).float()
+
+
+@torch.no_grad()
+def hidden_states(model: Any, ids: Tensor, config: SimConfig | None) -> Tensor:
+    """The last layer's output [T, hidden] for ids [1, T], attending through a simulated cache."""
+    with simulate(model, config):
+        return model.model(ids, use_cache=False).last_hidden_state[0]
+
+
+def _nll(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target, reduction="none")

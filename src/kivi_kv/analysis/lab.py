@@ -1,0 +1,98 @@
+"""Run many configs over many texts, keeping every result as soon as it is there."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .evaluate import Reference
+from .passkey import finds_passkey, passkey_prompt
+from .remedies import SimConfig
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class Records:
+    """A JSON-lines file of results; what it already holds is not computed again."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+
+    def has(self, **keys: Any) -> bool:
+        return any(all(row.get(key) == value for key, value in keys.items()) for row in self.rows)
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def run_texts(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    texts: Mapping[str, str],
+    configs: Mapping[str, SimConfig],
+    tokens: int,
+    records: Records,
+    progress: Callable[[str], object] = lambda done: None,
+) -> None:
+    """Perplexity, divergence and agreement of every config on the first `tokens` tokens of every text.
+
+    Rows have model, text, tokens, config, bits (of an element of a long cache), bits_here (at this length, sinks
+    and residual included), dense_perplexity and the fields of evaluate.Result. progress gets the name of each
+    config when it is done.
+    """
+    layers, head_dim = shape_of(model)
+    for text_name, text in texts.items():
+        keys = {"model": name, "text": text_name, "tokens": tokens}
+        missing = [c for c in configs if not records.has(**keys, config=c)]
+        if missing:
+            ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
+            if ids.shape[1] < tokens:
+                raise ValueError(f"text {text_name}: expected at least {tokens} tokens, got {ids.shape[1]}")
+            reference = Reference(model, ids)
+        for config_name in missing:
+            config = configs[config_name]
+            records.add(
+                **keys,
+                config=config_name,
+                bits=config.bits_per_element(layers, head_dim),
+                bits_here=config.bits_per_element(layers, head_dim, tokens),
+                dense_perplexity=reference.perplexity,
+                **reference.compare(config).asdict(),
+            )
+            progress(config_name)
+
+
+def run_passkey(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    filler: str,
+    configs: Mapping[str, SimConfig | None],
+    lengths: tuple[int, ...],
+    records: Records,
+    progress: Callable[[str], object] = lambda done: None,
+) -> None:
+    """Whether each config finds the key at every length and depth; a config of None is dense."""
+    for tokens in lengths:
+        for config_name, config in configs.items():
+            keys = {"model": name, "passkey": tokens, "config": config_name}
+            if records.has(**keys):
+                continue
+            found = []
+            for seed, depth in enumerate(DEPTHS):
+                prompt, answer = passkey_prompt(tokenizer, filler, tokens, depth, seed)
+                found.append(finds_passkey(model, prompt.to(model.device), answer, config))
+            records.add(**keys, depths=list(DEPTHS), found=found)
+            progress(config_name)
+
+
+def shape_of(model: Any) -> tuple[int, int]:
+    """(layers, head_dim) of a model."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, head_dim
