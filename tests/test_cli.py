@@ -201,8 +201,35 @@ def test_generate_needs_a_model() -> None:
     fails_with(kivi("generate", "nothing-here", "--prompt", "w5"), "MODEL", "nothing-here")
 
 
-@pytest.mark.parametrize("command", ["plan", "generate"])
+@pytest.mark.parametrize("command", ["plan", "generate", "eval"])
 def test_help_has_an_example(command: str) -> None:
     result = kivi(command, "--help")
     assert result.exit_code == 0
     assert f"Example: kivi {command}" in result.stdout
+
+
+def test_eval_reports_and_resumes(model_dir: Path, tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"w{n * n % 90 + 3}" for n in range(700)))
+    args = ("eval", model_dir, "--text", text, "--tokens", 600, "--results", tmp_path / "out", "--config", "kivi2")
+    result = kivi(*args)
+    assert result.exit_code == 0, result.stderr
+    assert "kivi2" in result.stdout
+    assert (tmp_path / "out" / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    assert "| kivi2 | 3.00 |" in (tmp_path / "out" / "report.md").read_text()
+    rows = json.loads(kivi(*args, "--config", "kivi4", "--json").stdout)
+    assert [r["config"] for r in rows] == ["kivi2", "kivi4"]
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--text", "nothing-here.txt"], ["--text", "nothing-here.txt"]),
+        (["--config", "kivi3"], ["--config", "sinks 32", "kivi3"]),
+        (["--tokens", "9999999"], ["words", "at least 9999999 tokens"]),
+    ],
+)
+def test_eval_refuses_in_one_line(model_dir: Path, tmp_path: Path, args: list[str], parts: list[str]) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("w5 w6 w7 " * 50)
+    fails_with(kivi("eval", model_dir, "--text", text, "--results", tmp_path / "out", *args), *parts)

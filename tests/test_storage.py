@@ -39,6 +39,15 @@ def new_tokens(cache: LayerCache, tokens: int) -> torch.Tensor:
     return torch.randn(B, H, tokens, D).to(cache.storage.dense_k.dtype)
 
 
+def bytes_by_hand(config: KiviConfig, B: int, T: int, H: int, D: int, dtype: torch.dtype) -> int:
+    """Codes, scales and zeros of D padded to 16; sinks, residual and a page dense, or T if fewer; two lengths."""
+    padded, groups, width = -(-D // 16) * 16, -(-D // config.group_size), dtype.itemsize
+    codes = PAGE * padded * (config.k_bits + config.v_bits) // 8
+    params = 2 * width * PAGE * padded // config.group_size + 2 * width * PAGE * groups
+    dense = 2 * width * D * min(T, config.sink_length + config.residual_length + PAGE)
+    return B * (H * (config.pages(T) * (codes + params) + dense) + 4 * config.pages(T) + 2 * 4)
+
+
 # --- byte formulas ---
 
 
@@ -54,6 +63,7 @@ def new_tokens(cache: LayerCache, tokens: int) -> torch.Tensor:
 def test_promised_bytes_are_allocated_bytes(config, B, T, H, D, dtype):
     cache = LayerCache(config, B, H, D, dtype, max_tokens=T)
     assert cache.nbytes == tensor_bytes(cache) == kivi_cache_bytes(config, 1, B, T, H, D, dtype)
+    assert cache.nbytes == bytes_by_hand(config, B, T, H, D, dtype)
     assert kivi_cache_bytes(config, 7, B, T, H, D, dtype) == 7 * cache.nbytes
 
 

@@ -1,8 +1,10 @@
 """Pictures. Each function takes data and a file name, whose ending chooses the format."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from .plan import CACHES, cache_bytes, format_bytes
+from .report import Row, mean_by_config
 from .shape import ModelShape
 
 
@@ -36,5 +38,36 @@ def plot_memory(shape: ModelShape, batch: int, tokens: int, memory: int | None, 
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def plot_tradeoff(rows: Iterable[Row], file: Path, title: str = "") -> None:
+    """Bits per element against the perplexity gap to dense, one point per config, the frontier joined."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    # a gap below a ten-thousandth is rounding, and a logarithmic axis has no place for it
+    points = sorted((r["bits"], max(r["ratio"] - 1, 1e-4), r["config"]) for r in mean_by_config(rows))
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    frontier: list[tuple[float, float]] = []
+    for bits, gap, config in points:
+        best = not frontier or gap < frontier[-1][1]
+        if best:
+            frontier.append((bits, gap))
+        axes.plot(bits, gap, "o", color="tab:red" if best else "gray", markersize=5 if best else 4)
+        axes.annotate(
+            config,
+            (bits, gap),
+            textcoords="offset points",
+            xytext=(5, 2),
+            fontsize=7,
+            color="black" if best else "gray",
+        )
+    axes.step(*zip(*frontier, strict=True), where="post", color="tab:red", linewidth=1)
+    axes.set(yscale="log", xlabel="bits per element", ylabel="perplexity / dense - 1", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)
     plt.close(figure)

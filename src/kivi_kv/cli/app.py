@@ -5,18 +5,20 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .evaluate import evaluate
 from .generate import generate
 from .plan import plan
 
 app = typer.Typer(
     name="kivi",
-    help="2-bit KV caches: plan their memory, generate with them.",
+    help="2-bit KV caches: plan their memory, generate with them, measure their accuracy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 app.command()(plan)
 app.command()(generate)
+app.command("eval")(evaluate)
 
 
 def _version(show: bool) -> None:

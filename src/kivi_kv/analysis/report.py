@@ -1,0 +1,61 @@
+"""Tables of evaluation records, in Markdown."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def mean_by_config(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row per config over all texts given: bits, and the means of log ratio (as ratio), kl and top1.
+
+    Sorted by ratio, best first. Rows of passkey runs are ignored.
+    """
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if "ratio" in row:
+            groups[row["config"]].append(row)
+    means = []
+    for config, group in groups.items():
+        n = len(group)
+        means.append(
+            {
+                "config": config,
+                "bits": sum(r["bits"] for r in group) / n,
+                "ratio": math.exp(sum(math.log(r["ratio"]) for r in group) / n),
+                "kl": sum(r["kl"] for r in group) / n,
+                "top1": sum(r["top1"] for r in group) / n,
+                "texts": n,
+            }
+        )
+    return sorted(means, key=lambda r: r["ratio"])
+
+
+def accuracy_table(rows: Iterable[Row]) -> str:
+    """Configs ranked by perplexity, averaged over the texts of the rows. removed: share of kivi2's gap to dense."""
+    means = mean_by_config(rows)
+    worst = next((math.log(r["ratio"]) for r in means if r["config"] == "kivi2"), None)
+    lines = [
+        "| config | bits/element | perplexity / dense | of kivi2's gap removed | KL (nats) | top-1 agreement |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in means:
+        removed = "" if not worst else f"{1 - math.log(r['ratio']) / worst:.0%}"
+        lines.append(
+            f"| {r['config']} | {r['bits']:.2f} | {r['ratio']:.4f} | {removed} | {r['kl']:.4f} | {r['top1']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def passkey_table(rows: Iterable[Row]) -> str:
+    """Keys found, of those hidden, by config (rows) and prompt length (columns)."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for row in rows:
+        if "passkey" in row:
+            found[row["config"]][row["passkey"]] = f"{sum(row['found'])}/{len(row['found'])}"
+    lengths = sorted({n for by_length in found.values() for n in by_length})
+    lines = ["| config | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
+    lines += [f"| {c} | " + " | ".join(by.get(n, "") for n in lengths) + " |" for c, by in found.items()]
+    return "\n".join(lines)
