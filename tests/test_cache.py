@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kivi_kv import KiviConfig, LayerCache, fake_quantize, kivi_cache_bytes, reference
 from kivi_kv.config import PAGE
+from kivi_kv.ops import attend
 from oracle import DTYPES, assert_bitwise_equal, randn, sample
 
 BITS = st.sampled_from([2, 4, 8])
@@ -465,3 +466,29 @@ def test_stored_tokens_carry_no_autograd_graph():
     cache = LayerCache(KiviConfig(residual_length=0), 1, 2, 16)
     cache.append(k.requires_grad_(), v.requires_grad_())
     assert not any(x.requires_grad for x in cache.storage.tensors().values())
+
+
+def test_bad_values_in_padding_are_not_stored_and_not_refused():
+    k, v = tokens(1, 40)
+    valid = torch.ones(1, 40, dtype=torch.bool)
+    valid[0, :3] = False
+    bad = k.clone()
+    bad[:, :, 1] = torch.nan
+    cache, clean = (LayerCache("kivi2", 1, 2, 16) for _ in range(2))
+    cache.append(bad, v, valid)
+    clean.append(k[:, :, 3:], v[:, :, 3:])
+    assert torch.equal(cache.dequantize()[0], clean.dequantize()[0])
+
+
+def test_a_nan_that_was_let_in_comes_out_as_one():
+    k, v = tokens(1, 200)
+    k[0, 0, 5, 5] = torch.nan
+    cache = LayerCache(KiviConfig(residual_length=0, checked=False), 1, 2, 16)
+    cache.append(k, v)
+    assert attend(inputs(1)["q"][:1], cache.storage)[0, 0].isnan().all()
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([0.2]), torch.tensor([True])])
+def test_rows_are_selected_by_integers(indices):
+    with pytest.raises(ValueError, match=r"^indices: expected an integer dtype"):
+        LayerCache("kivi2", 1, 2, 16).select(indices)

@@ -39,7 +39,7 @@ class KiviConfig:
         _check_choice("group_size", self.group_size, GROUP_SIZES)
         _check_range("residual_length", self.residual_length, 0, None)
         _check_range("sink_length", self.sink_length, 0, MAX_SINK_LENGTH)
-        if self.checked not in (None, True, False):
+        if not isinstance(self.checked, bool | None):
             raise ValueError(f"checked: expected True, False or None, got {self.checked!r}")
 
     @classmethod

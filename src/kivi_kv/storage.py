@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import PAGE, KiviConfig
-from .format import PageLayout
+from .format import MIN_HEAD_DIM, PageLayout
 
 
 @dataclass(slots=True)
@@ -129,6 +129,8 @@ def kv_cache_bytes(
     for name, value in sizes.items():
         if value < 0:
             raise ValueError(f"{name}: expected a number of at least 0, got {value!r}")
+        if type(value) is not int and name != "bytes_per_element":
+            raise ValueError(f"{name}: expected an int, got {value!r}")
     return round(2 * layers * batch * tokens * kv_heads * head_dim * bytes_per_element)
 
 
@@ -145,7 +147,9 @@ def kivi_cache_bytes(
 
     Counts codes, scales, zeros, sinks, the full-precision ring, page table and lengths.
     """
-    kv_cache_bytes(layers, batch, tokens, kv_heads, head_dim)  # refuses negative sizes
+    kv_cache_bytes(layers, batch, tokens, kv_heads, head_dim)  # refuses bad sizes
+    if head_dim < MIN_HEAD_DIM:
+        raise ValueError(f"head_dim: expected at least {MIN_HEAD_DIM}, got {head_dim}")
     config = KiviConfig.of(config)
     pages = config.pages(tokens)
     page = PageLayout.of(config, head_dim, dtype).words * 4

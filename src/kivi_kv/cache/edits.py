@@ -43,6 +43,8 @@ def crop(storage: KVStorage, lengths: list[int]) -> None:
 def select(storage: KVStorage, indices: Tensor) -> None:
     """Make the rows at indices the new batch. With as many rows as before, only table entries move."""
     B, P = storage.table.shape
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
     indices = indices.to(storage.table.device).long()
     if indices.ndim != 1 or not len(indices) or indices.min() < 0 or indices.max() >= B:
         raise ValueError(f"indices: expected row numbers from 0 to {B - 1}, got {indices.tolist()}")

@@ -29,7 +29,7 @@ class LayerCache:
 
     def __init__(
         self,
-        config: KiviConfig,
+        config: KiviConfig | str,
         batch: int,
         heads: int,
         head_dim: int,
@@ -37,9 +37,9 @@ class LayerCache:
         device: torch.device | str = "cpu",
         max_tokens: int | None = None,
     ) -> None:
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ValueError(f"max_tokens: expected a positive int or None, got {max_tokens!r}")
-        self.config = config
+        self.config = config = KiviConfig.of(config)
         self.max_tokens = max_tokens
         self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
         check_kv("head_dim, dtype", self.storage.dense_k)
@@ -78,8 +78,8 @@ class LayerCache:
         q: [B, HQ, M, D]; k, v: [B, H, M, D]; valid: [B, M] bool, False for padding, which is never stored and
         whose output is zero. Each query sees its row's stored tokens, packed or not, and the new tokens up to
         itself in full precision. scale, softcap, sink_logits: as in ops.attend. dense attends plain K and V, the
-        queries being the newest tokens, for as long as nothing is packed: a model that passes its usual attention
-        gets its usual output, to the bit.
+        queries being the newest tokens: a prompt on empty rows, and single tokens for as long as nothing is packed.
+        A model that passes its usual attention gets its usual output there, to the bit.
         Returns [B, HQ, M, D]. Raises ValueError before anything is stored.
         """
         self._check(k, v, valid)
@@ -241,12 +241,13 @@ class LayerCache:
             if x.dtype != self.storage.dense_k.dtype or x.device != self.storage.dense_k.device:
                 expected = f"{self.storage.dense_k.dtype} on {self.storage.dense_k.device}"
                 raise ValueError(f"{name}: expected {expected}, got {x.dtype} on {x.device}")
-            if self.checked:
-                check_finite(name, x)
         if valid is not None:
             check_shape("valid", valid, (B, M))
             if valid.dtype != torch.bool:
                 raise ValueError(f"valid: expected bool, got {valid.dtype}")
+        if self.checked:
+            for name, x in (("k", k), ("v", v)):
+                check_finite(name, x if valid is None else x.transpose(1, 2)[valid])
         if self.max_tokens is not None:
             new = [M] * B if valid is None else valid.sum(1).tolist()
             longest = max(n + m for n, m in zip(self.lengths, new, strict=True))
@@ -258,5 +259,7 @@ class LayerCache:
         if q.ndim != 4 or q.shape[1] % H or not q.shape[1]:
             raise ValueError(f"q: expected [B, HQ, M, D], HQ a multiple of {H}, got {tuple(q.shape)}")
         check_shape("q", q, (B, q.shape[1], M, D))
+        if q.dtype != self.storage.dense_k.dtype:
+            raise ValueError(f"q: expected {self.storage.dense_k.dtype}, got {q.dtype}")
         if sink_logits is not None:
             check_shape("sink_logits", sink_logits, (q.shape[1],))

@@ -131,4 +131,4 @@ class _OnlineSoftmax:
         return weights
 
     def output(self) -> Tensor:
-        return torch.where(self.sum > 0, self.acc / self.sum, 0.0)
+        return torch.where(self.sum == 0, 0.0, self.acc / self.sum)  # a NaN stays one
