@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from kivi_kv import kivi_cache_bytes
 from kivi_kv.analysis import known_models
 from kivi_kv.cli.app import app
+from kivi_kv.config import PRESETS
 from tiny_models import make_model
 
 CHAT = (
@@ -51,13 +52,13 @@ def test_plan_of_a_known_model() -> None:
     assert result.exit_code == 0
     plan = json.loads(result.stdout)
     by_cache = {c["cache"]: c for c in plan["caches"]}
-    assert list(by_cache) == ["fp16", "fp8", "kivi4", "kivi2"]
+    assert list(by_cache) == ["fp16", "fp8", *PRESETS]
     assert by_cache["fp16"]["cache_bytes"] == 2 * 32 * 8 * 32768 * 8 * 128 * 2
     assert by_cache["kivi2"]["cache_bytes"] == kivi_cache_bytes("kivi2", 32, 8, 32768, 8, 128)
     assert plan["model"]["weight_bytes"] == 2 * 8_030_261_248  # the published parameter count
     free = 24 * 2**30 - plan["model"]["weight_bytes"]
     for name, c in by_cache.items():
-        if name.startswith("kivi"):
+        if name in PRESETS:
             longest, largest = c["longest_context"], c["largest_batch"]
             assert kivi_cache_bytes(name, 32, 8, longest, 8, 128) <= free
             assert kivi_cache_bytes(name, 32, 8, longest + 1, 8, 128) > free

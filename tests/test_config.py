@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kivi_kv import KiviConfig
+from kivi_kv import KiviConfig, kivi_cache_bytes
 from kivi_kv.config import PAGE
 
 NOT_INTS = (2.0, "2", None, True, [2])
@@ -110,7 +110,10 @@ def test_presets(name, bits):
 @pytest.mark.parametrize("name", ["kivi3", "", "KIVI2", "kivi2 "])
 def test_an_unknown_preset_lists_those_that_exist(name):
     for find in (KiviConfig.preset, KiviConfig.of):
-        with pytest.raises(ValueError, match=rf"^preset: expected one of kivi2, kivi4, got '{name}'$"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^preset: expected one of kivi2, kivi4, lean, balanced, near-lossless, got '{name}'$",
+        ):
             find(name)
 
 
@@ -154,3 +157,33 @@ def test_pages_at_the_boundaries(sinks, residual):
         full = sinks + residual + page * PAGE
         assert [config.pages(n) for n in (full, full + 1)] == [page - 1, page]
     assert config.pages(0) == 0
+
+
+def test_layers_may_have_bits_of_their_own():
+    config = KiviConfig(layer_bits=((0, 4, 8), (3, 8, 2)), sink_length=5)
+    assert config.for_layer(0) == KiviConfig(4, 8, sink_length=5)
+    assert config.for_layer(1) == KiviConfig(2, 2, sink_length=5)
+    assert config.for_layer(3) == KiviConfig(8, 2, sink_length=5)
+
+
+@pytest.mark.parametrize(
+    ("layer_bits", "message"),
+    [
+        ([(0, 4, 4)], r"^layer_bits: expected a tuple"),
+        (((0, 4),), r"^layer_bits: expected entries"),
+        (((-1, 4, 4),), r"^layer_bits: layer: expected an int at least 0, got -1"),
+        (((0, 3, 4),), r"^layer_bits: k_bits: expected one of 2, 4, 8, got 3"),
+        (((0, 4, 1),), r"^layer_bits: v_bits: expected one of 2, 4, 8, got 1"),
+        (((0, 4, 4), (0, 2, 2)), r"^layer_bits: expected each layer once"),
+    ],
+)
+def test_bad_layer_bits_are_refused(layer_bits, message):
+    with pytest.raises(ValueError, match=message):
+        KiviConfig(layer_bits=layer_bits)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("lean", 2.6), ("balanced", 3.3), ("near-lossless", 5.1)])
+def test_presets_keep_their_budget(name, budget):
+    """Bits per element of a 128-wide head, everything included, once the context is long enough to show it."""
+    bits = 8 * kivi_cache_bytes(name, 32, 1, 131072, 8, 128) / (2 * 32 * 131072 * 8 * 128)
+    assert bits <= budget

@@ -131,7 +131,7 @@ def test_small_scales_are_near_the_full_ones() -> None:
 
 
 def test_layers_have_bits_of_their_own() -> None:
-    config = SimConfig(layer_bits=((1, (4, 8)),))
+    config = SimConfig(KiviConfig(layer_bits=((1, 4, 8),)))
     k = randn(1, 1, 128, 32, seed=1)
     assert torch.equal(quantize_keys(k, config, 1), fake_quantize(k, 4, 32, "channel"))
     assert torch.equal(quantize_values(k, config, 1), fake_quantize(k, 8, 32, "token"))
@@ -146,7 +146,7 @@ def test_bits_per_element_are_those_of_the_page() -> None:
             assert SimConfig(cache).bits_per_element(5, D) == page
     assert SimConfig(k_boost=0.25).bits_per_element(1, 128) == 3 + (0.5 + 1 / 128) / 2
     assert SimConfig(small_scales=True).bits_per_element(1, 128) == 2.5 + 16 / 128 / 2
-    assert SimConfig(layer_bits=((0, (4, 4)),)).bits_per_element(4, 128) == 3.5
+    assert SimConfig(KiviConfig(layer_bits=((0, 4, 4),))).bits_per_element(4, 128) == 3.5
     share = 128 * KiviConfig().pages(4096) / 4096
     assert PLAIN.bits_per_element(1, 128, 4096) == share * 3 + (1 - share) * 16
 

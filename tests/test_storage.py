@@ -127,7 +127,9 @@ def test_negative_sizes_are_refused(name):
 def test_bytes_of_a_preset_are_those_of_its_config():
     sizes = (2, 3, 1000, 4, 64)
     assert kivi_cache_bytes("kivi4", *sizes) == kivi_cache_bytes(KiviConfig(4, 4), *sizes)
-    with pytest.raises(ValueError, match=r"^preset: expected one of kivi2, kivi4, got 'kivi5'$"):
+    with pytest.raises(
+        ValueError, match=r"^preset: expected one of kivi2, kivi4, lean, balanced, near-lossless, got 'kivi5'$"
+    ):
         kivi_cache_bytes("kivi5", *sizes)
 
 

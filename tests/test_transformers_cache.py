@@ -23,6 +23,9 @@ from transformers import (
 )
 
 from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for, kivi_cache_bytes, kv_cache_bytes
+from kivi_kv.analysis import teacher_forced
+from kivi_kv.analysis.remedies import SimConfig
+from kivi_kv.analysis.simulation import simulate
 from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens, varied_and_equal
 from tiny_models import (
@@ -305,3 +308,19 @@ def test_reset_takes_another_batch_size() -> None:
     cache.reset()
     inputs = left_padded([180, 60])
     equal_tokens(generate(model, inputs, cache), generate(model, inputs, cache_for(model, PACKED)))
+
+
+def test_layers_with_bits_of_their_own_equal_the_simulation() -> None:
+    config = KiviConfig(residual_length=0, layer_bits=((0, 8, 4), (1, 4, 8)))
+    model = touched("llama")
+    ids = prompt(400)
+    cache = cache_for(model, config, max_tokens=400)
+    scores = teacher_forced(model, ids, cache, config)
+    with simulate(model, SimConfig(config)), torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, :-1]
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    torch.testing.assert_close(scores.nll, nll, atol=2e-3, rtol=1e-3)  # fp32 sums in another order, through layers
+    shape = cache.packed_layers[0].cache.storage.dense_k.shape
+    assert cache.nbytes == kivi_cache_bytes(config, len(cache.layers), 1, 400, shape[1], shape[3], torch.float32)
+    with pytest.raises(ValueError, match=r"layer_bits: expected layers from 0 to \d+, got \[99\]"):
+        cache_for(model, KiviConfig(layer_bits=((99, 4, 4),)))

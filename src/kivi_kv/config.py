@@ -1,6 +1,6 @@
 """KiviConfig: how a cache is quantized. Every field and cross-field check lives here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PAGE = 128  # tokens per page, fixed: groups of 32, 64 and 128 tokens all fill it
 BITS = (2, 4, 8)
@@ -22,6 +22,7 @@ class KiviConfig:
     sink_length: this many of the oldest tokens stay in full precision.
     checked: refuse NaN and inf in K and V. None means on the CPU only; on a GPU it costs a
         synchronization at every append.
+    layer_bits: (layer, k_bits, v_bits) of layers that differ, the first layer being 0.
 
     Source: KIVI, arXiv 2402.02750.
     """
@@ -32,6 +33,7 @@ class KiviConfig:
     residual_length: int = 128
     sink_length: int = 0
     checked: bool | None = None
+    layer_bits: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("k_bits", self.k_bits, BITS)
@@ -41,6 +43,17 @@ class KiviConfig:
         _check_range("sink_length", self.sink_length, 0, MAX_SINK_LENGTH)
         if not isinstance(self.checked, bool | None):
             raise ValueError(f"checked: expected True, False or None, got {self.checked!r}")
+        if not isinstance(self.layer_bits, tuple):
+            raise ValueError(f"layer_bits: expected a tuple of (layer, k_bits, v_bits), got {self.layer_bits!r}")
+        for entry in self.layer_bits:
+            if not isinstance(entry, tuple) or len(entry) != 3:
+                raise ValueError(f"layer_bits: expected entries (layer, k_bits, v_bits), got {entry!r}")
+            _check_range("layer_bits: layer", entry[0], 0, None)
+            _check_choice("layer_bits: k_bits", entry[1], BITS)
+            _check_choice("layer_bits: v_bits", entry[2], BITS)
+        layers = [layer for layer, _, _ in self.layer_bits]
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"layer_bits: expected each layer once, got {layers}")
 
     @classmethod
     def preset(cls, name: str) -> "KiviConfig":
@@ -57,6 +70,11 @@ class KiviConfig:
         if not isinstance(config, cls):
             raise ValueError(f"config: expected a KiviConfig or a preset's name, got {type(config).__name__}")
         return config
+
+    def for_layer(self, index: int) -> "KiviConfig":
+        """The configuration of one layer: with its own bits, and no layer_bits."""
+        k_bits, v_bits = next(((k, v) for i, k, v in self.layer_bits if i == index), (self.k_bits, self.v_bits))
+        return replace(self, k_bits=k_bits, v_bits=v_bits, layer_bits=())
 
     @property
     def ring_length(self) -> int:
@@ -86,7 +104,11 @@ def _check_range(name: str, value: int, low: int, high: int | None) -> None:
         raise ValueError(f"{name}: expected an int {limit}, got {value!r}")
 
 
+# kivi2 and kivi4 are KIVI as published; the others were chosen by measurement, see docs/accuracy.md
 PRESETS: dict[str, KiviConfig] = {
     "kivi2": KiviConfig(k_bits=2, v_bits=2),
     "kivi4": KiviConfig(k_bits=4, v_bits=4),
+    "lean": KiviConfig(k_bits=2, v_bits=2, group_size=64, sink_length=32),
+    "balanced": KiviConfig(k_bits=4, v_bits=2, group_size=128, sink_length=32),
+    "near-lossless": KiviConfig(k_bits=4, v_bits=4, group_size=64, sink_length=32),
 }

@@ -152,6 +152,6 @@ def kivi_cache_bytes(
         raise ValueError(f"head_dim: expected at least {MIN_HEAD_DIM}, got {head_dim}")
     config = KiviConfig.of(config)
     pages = config.pages(tokens)
-    page = PageLayout.of(config, head_dim, dtype).words * 4
+    page = sum(PageLayout.of(config.for_layer(i), head_dim, dtype).words * 4 for i in range(layers))
     dense = 2 * dense_rows(config, tokens) * head_dim * dtype.itemsize
-    return layers * batch * (kv_heads * (pages * page + dense) + 4 * (pages + 2))
+    return batch * (kv_heads * (pages * page + layers * dense) + layers * 4 * (pages + 2))

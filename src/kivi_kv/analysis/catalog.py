@@ -14,9 +14,9 @@ def _bits(k: int, v: int, **changes: Any) -> SimConfig:
     return SimConfig(replace(_KIVI2, k_bits=k, v_bits=v, **changes))
 
 
-def ends(layers: int, n: int, bits: tuple[int, int] = (4, 4)) -> tuple[tuple[int, tuple[int, int]], ...]:
-    """The first n and the last n layers with other bits."""
-    return tuple((i, bits) for i in (*range(n), *range(layers - n, layers)))
+def ends(layers: int, n: int, k_bits: int = 4, v_bits: int = 4) -> tuple[tuple[int, int, int], ...]:
+    """layer_bits of the first n and the last n layers."""
+    return tuple((i, k_bits, v_bits) for i in range(layers) if not n <= i < layers - n)
 
 
 def catalog(layers: int) -> dict[str, SimConfig]:
@@ -33,8 +33,8 @@ def catalog(layers: int) -> dict[str, SimConfig]:
         "small scales": replace(_PLAIN, small_scales=True),
         "boost 1/8": replace(_PLAIN, k_boost=0.125),
         "boost 1/4": replace(_PLAIN, k_boost=0.25),
-        "ends 1": replace(_PLAIN, layer_bits=ends(layers, 1)),
-        "ends 2": replace(_PLAIN, layer_bits=ends(layers, 2)),
+        "ends 1": _bits(2, 2, layer_bits=ends(layers, 1)),
+        "ends 2": _bits(2, 2, layer_bits=ends(layers, 2)),
     }
     configs |= {f"sinks {n}": _bits(2, 2, sink_length=n) for n in (4, 16, 32, 64, 128)}
     configs |= {f"clip {c}": replace(_PLAIN, clip=c) for c in (0.97, 0.94, 0.91)}
@@ -48,7 +48,7 @@ def catalog(layers: int) -> dict[str, SimConfig]:
         "sinks 32 + boost 1/4": replace(sinks, k_boost=0.25),
         "sinks 32 + boost 1/4 + rotated V": replace(better, k_boost=0.25),
         "sinks 32 + boost 1/2 + rotated V": replace(better, k_boost=0.5),
-        "sinks 32 + ends 1": replace(sinks, layer_bits=ends(layers, 1)),
+        "sinks 32 + ends 1": _bits(2, 2, sink_length=32, layer_bits=ends(layers, 1)),
         "sinks 32 + K4 V2": _bits(4, 2, sink_length=32),
         "sinks 32 + K4 V2 + rotated V": replace(_bits(4, 2, sink_length=32), rotate_v=True),
         "sinks 32 + K4 V2 + small scales": replace(_bits(4, 2, sink_length=32), small_scales=True),

@@ -10,7 +10,7 @@ from ..storage import kivi_cache_bytes, kv_cache_bytes
 from .shape import ModelShape
 
 DENSE = {"fp16": 2, "fp8": 1}  # bytes per element
-CACHES = (*DENSE, *sorted(PRESETS, reverse=True))
+CACHES = (*DENSE, *PRESETS)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}{suffix}": 2 ** (10 * power)
     for power, prefix in enumerate("KMGT", start=1)

@@ -13,12 +13,11 @@ from ..config import PAGE, KiviConfig
 class SimConfig:
     """A cache to simulate: a KiviConfig and switches for what no page can hold yet.
 
-    cache: bits, group size, residual and sinks.
+    cache: bits, by layer if they differ, group size, residual and sinks.
     k_boost: share of the key channels, those of the largest mean |K| in a page, whose codes get 2 more bits.
     rotate_v: values are quantized after a Hadamard rotation of their channels.
     clip: groups use this share of their range, about its centre; values beyond it saturate.
     small_scales: 8-bit scales and zeros (a key channel keeps one fp16 offset per page).
-    layer_bits: (k_bits, v_bits) of single layers, by index.
     paper_flush: pack as in KIVI's paper: keys 128 tokens at a time down to none, values one by one.
     """
 
@@ -27,7 +26,6 @@ class SimConfig:
     rotate_v: bool = False
     clip: float = 1.0
     small_scales: bool = False
-    layer_bits: tuple[tuple[int, tuple[int, int]], ...] = ()
     paper_flush: bool = False
 
     def __post_init__(self) -> None:
@@ -38,7 +36,8 @@ class SimConfig:
 
     def bits(self, layer: int) -> tuple[int, int]:
         """(k_bits, v_bits) of a layer."""
-        return dict(self.layer_bits).get(layer, (self.cache.k_bits, self.cache.v_bits))
+        config = self.cache.for_layer(layer)
+        return config.k_bits, config.v_bits
 
     def bits_per_element(self, layers: int, head_dim: int, tokens: int | None = None) -> float:
         """Bits of one element of K and V on average, scales and all. With tokens, sinks and residual count too."""

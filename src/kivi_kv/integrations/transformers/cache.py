@@ -38,14 +38,20 @@ class KiviCache(DynamicCache):
         self.native: dict[int, str] = {}  # layers that keep their own storage, and why
         super().__init__(config=model_config)
         self.counts: Counter[str] = Counter()
-        make = partial(KiviLayer, self.config, max_tokens, self.counts)
         if not self.layers:  # a config that names no layers: they come with the first updates
-            self.layer_class_to_replicate = make
+            if self.config.layer_bits:
+                raise ValueError(
+                    f"layer_bits: expected none for {type(model_config).__name__}, which names no layers"
+                )
+            self.layer_class_to_replicate = partial(KiviLayer, self.config, max_tokens, self.counts)
+        beyond = [i for i, _, _ in self.config.layer_bits if self.layers and i >= len(self.layers)]
+        if beyond:
+            raise ValueError(f"layer_bits: expected layers from 0 to {len(self.layers) - 1}, got {beyond}")
         text = model_config.get_text_config(decoder=True)
         for index, layer in enumerate(self.layers):
             reason = _native_reason(layer, text)
             if reason is None:
-                self.layers[index] = make()
+                self.layers[index] = KiviLayer(self.config.for_layer(index), max_tokens, self.counts)
             else:
                 self.native[index] = reason
 
