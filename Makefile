@@ -7,7 +7,7 @@ endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.kivi-kv-installed
 
-.PHONY: install demo test test-oldest lint bench
+.PHONY: install browser demo test test-oldest lint bench
 install: $(STAMP)
 
 $(PYTHON):
@@ -23,7 +23,13 @@ $(STAMP): pyproject.toml | $(PYTHON)
 demo: install
 	$(PYTHON) examples/demo.py
 
-test: install lint
+# the tests look at the HTML report in a real browser
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "install chromium and chromedriver first"; exit 1; }; \
+	  $$(test "$$(id -u)" = 0 || echo sudo) sh -c "apt-get update -qq && apt-get install -y -qq chromium chromium-driver" >/dev/null; }
+
+test: install browser lint
 	$(PYTHON) -m pytest -n 2 --dist loadgroup -q
 
 # the oldest transformers that we support, with the quick part of the tests

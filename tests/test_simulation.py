@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kivi_kv import KiviConfig, cache_for, fake_quantize, quantize_k, reference
 from kivi_kv.analysis import teacher_forced
-from kivi_kv.analysis.catalog import catalog
+from kivi_kv.analysis.catalog import catalog, ends, worst
 from kivi_kv.analysis.evaluate import Reference
 from kivi_kv.analysis.remedies import SimConfig, hadamard, quantize_keys, quantize_values
 from kivi_kv.analysis.simulation import attend_as_decoded, simulate
@@ -166,6 +166,8 @@ def test_evaluation_of_dense_against_itself_and_of_worse_caches() -> None:
     fine, coarse = (reference_.compare(SimConfig(KiviConfig(b, b, residual_length=0))) for b in (8, 2))
     assert fine.kl < coarse.kl / 10
     assert fine.top1 > coarse.top1
+    assert len(fine.output_error) == len(coarse.output_error) == model.config.num_hidden_layers
+    assert all(0 < a < b / 5 for a, b in zip(fine.output_error, coarse.output_error, strict=True))
     assert sum(coarse.kl_by_quarter) / 4 == pytest.approx(coarse.kl, rel=0.02)  # quarters of 125, 125, 125, 124
 
 
@@ -177,3 +179,10 @@ def test_every_config_of_the_catalog_runs() -> None:
         result = reference_.compare(config)
         assert result.kl >= 0, name
         assert 2 < config.bits_per_element(4, 64) < 12, name
+
+
+def test_rules_for_layers() -> None:
+    assert ends(6, 1) == ((0, 4, 4), (5, 4, 4))
+    assert [layer for layer, _, _ in ends(6, 2)] == [0, 1, 4, 5]
+    assert [layer for layer, _, _ in ends(3, 2)] == [0, 1, 2]
+    assert worst([0.1, 0.9, 0.2, 0.8], 2, 8, 4) == ((1, 8, 4), (3, 8, 4))

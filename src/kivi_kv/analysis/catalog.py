@@ -19,6 +19,12 @@ def ends(layers: int, n: int, k_bits: int = 4, v_bits: int = 4) -> tuple[tuple[i
     return tuple((i, k_bits, v_bits) for i in range(layers) if not n <= i < layers - n)
 
 
+def worst(errors: list[float], n: int, k_bits: int = 4, v_bits: int = 4) -> tuple[tuple[int, int, int], ...]:
+    """layer_bits of the n layers with the largest errors."""
+    order = sorted(range(len(errors)), key=lambda i: -errors[i])
+    return tuple((i, k_bits, v_bits) for i in sorted(order[:n]))
+
+
 def catalog(layers: int) -> dict[str, SimConfig]:
     """name: config, for a model of that many layers."""
     configs = {

@@ -16,7 +16,7 @@ _ROWS = 512  # positions whose logits are handled at once
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One config on one text. Lists have one entry per quarter of the text, in order."""
+    """One config on one text. The lists by quarter have an entry per quarter of the text, in order."""
 
     perplexity: float
     ratio: float  # to dense
@@ -24,6 +24,7 @@ class Result:
     top1: float  # share of positions with dense's most likely token
     kl_by_quarter: list[float]
     top1_by_quarter: list[float]
+    output_error: list[float]  # of each layer's attention output, relative, by its own q, k and v
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,7 +44,8 @@ class Reference:
 
     def compare(self, config: SimConfig | None) -> Result:
         """Evaluate one config; None is dense once more."""
-        hidden = hidden_states(self.model, self.ids, config)
+        errors: dict[int, float] = {}
+        hidden = hidden_states(self.model, self.ids, config, errors)
         nll, kl, same = [], [], []
         for (part, logits), (_, dense) in zip(self._logits(hidden), self._logits(self.hidden), strict=True):
             nll.append(_nll(logits, self._target(part)))
@@ -60,6 +62,7 @@ class Reference:
             agreement.mean().item(),
             [x.mean().item() for x in divergence.chunk(4)],
             [x.mean().item() for x in agreement.chunk(4)],
+            [errors[layer] for layer in sorted(errors)],
         )
 
     def _target(self, part: slice) -> Tensor:
@@ -73,9 +76,11 @@ class Reference:
 
 
 @torch.no_grad()
-def hidden_states(model: Any, ids: Tensor, config: SimConfig | None) -> Tensor:
+def hidden_states(
+    model: Any, ids: Tensor, config: SimConfig | None, errors: dict[int, float] | None = None
+) -> Tensor:
     """The last layer's output [T, hidden] for ids [1, T], attending through a simulated cache."""
-    with simulate(model, config):
+    with simulate(model, config, errors):
         return model.model(ids, use_cache=False).last_hidden_state[0]
 
 

@@ -1,5 +1,6 @@
 """Pictures. Each function takes data and a file name, whose ending chooses the format."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,19 +54,21 @@ def plot_tradeoff(rows: Iterable[Row], file: Path, title: str = "") -> None:
     points = sorted((r["bits"], max(r["ratio"] - 1, 1e-4), r["config"]) for r in mean_by_config(rows))
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     frontier: list[tuple[float, float]] = []
+    best = []
     for bits, gap, config in points:
-        best = not frontier or gap < frontier[-1][1]
-        if best:
+        if not frontier or gap < frontier[-1][1]:
             frontier.append((bits, gap))
-        axes.plot(bits, gap, "o", color="tab:red" if best else "gray", markersize=5 if best else 4)
-        axes.annotate(
-            config,
-            (bits, gap),
-            textcoords="offset points",
-            xytext=(5, 2),
-            fontsize=7,
-            color="black" if best else "gray",
-        )
+            best.append(config)
+    labels: list[tuple[float, float]] = []
+    # the frontier is labelled first, other points where there is room
+    for bits, gap, config in sorted(points, key=lambda p: p[2] not in best):
+        on = config in best
+        axes.plot(bits, gap, "o", color="tab:red" if on else "gray", markersize=5 if on else 4)
+        crowded = any(abs(bits - x) < 1 and abs(math.log(gap / y)) < 0.11 for x, y in labels)
+        if on or not crowded:
+            labels.append((bits, gap))
+            color = "black" if on else "gray"
+            axes.annotate(config, (bits, gap), textcoords="offset points", xytext=(5, 2), fontsize=7, color=color)
     axes.step(*zip(*frontier, strict=True), where="post", color="tab:red", linewidth=1)
     axes.set(yscale="log", xlabel="bits per element", ylabel="perplexity / dense - 1", title=title)
     axes.spines[["top", "right"]].set_visible(False)

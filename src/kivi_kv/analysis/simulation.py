@@ -75,10 +75,11 @@ def _attend_paper(q: Tensor, k: Tensor, v: Tensor, config: SimConfig, layer: int
 
 
 @contextmanager
-def simulate(model: Any, config: SimConfig | None) -> Iterator[None]:
+def simulate(model: Any, config: SimConfig | None, errors: dict[int, float] | None = None) -> Iterator[None]:
     """Within it, a forward pass of model without a cache attends as decoding with config would; None is dense.
 
-    Sliding layers attend as usual. For one unpadded row at a time.
+    Sliding layers attend as usual. For one unpadded row at a time. errors, if given, receives for each layer the
+    relative error of its attention output, against dense attention of the same q, k and v.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -89,7 +90,11 @@ def simulate(model: Any, config: SimConfig | None) -> Iterator[None]:
             return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
         index: Any = module.layer_idx
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
-        return attend_as_decoded(q, k, v, config, index, scale).transpose(1, 2).contiguous(), None
+        out = attend_as_decoded(q, k, v, config, index, scale)
+        if errors is not None:
+            exact = _causal(q, k, v, scale).float()
+            errors[index] = ((out.float() - exact).norm() / exact.norm()).item()
+        return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

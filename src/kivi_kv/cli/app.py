@@ -7,6 +7,7 @@ import typer
 from .. import __version__
 from .evaluate import evaluate
 from .generate import generate
+from .inspect import inspect
 from .plan import plan
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command("inspect")(inspect)
 
 
 def _version(show: bool) -> None:
