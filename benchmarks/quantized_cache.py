@@ -12,7 +12,8 @@ longer prompt in a single call would be scored so too, whatever its quantized co
 
 What an axis of a tensor [1, heads, tokens, head_dim] means is up to the backend, here for a head_dim of 64 and
 groups of 64. quanto's 0 and hqq's 1 are one token of a head. quanto's -1 is a channel of 64 consecutive tokens.
-hqq's 0 is 64 values of one channel, evenly spaced over all heads and tokens, so other ones at each flush.
+hqq's 0 is 64 values of one channel, evenly spaced over all heads and tokens: other ones at each flush, so that the
+errors of all flushes add up, where groups that stay the same hardly change when quantized again.
 """
 
 import argparse

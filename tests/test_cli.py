@@ -132,33 +132,33 @@ def test_generate_completes(model_dir: Path) -> None:
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["prompt_tokens"] == 3
-    assert report["kivi2"]["tokens"] == 6
-    assert report["kivi2"]["cached_tokens"] == 8
-    assert report["kivi2"]["cache_bytes"] > 0
+    assert report["balanced"]["tokens"] == 6
+    assert report["balanced"]["cached_tokens"] == 8
+    assert report["balanced"]["cache_bytes"] > 0
 
 
 def test_generate_streams_and_reports(model_dir: Path) -> None:
     result = kivi("generate", model_dir, "--prompt", "-", "--max-new-tokens", 6, stdin="w5 w6 w7")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
-    assert "kivi2: 6 tokens at" in result.stderr
+    assert "balanced: 6 tokens at" in result.stderr
 
 
 def test_compare_marks_where_they_part(model_dir: Path) -> None:
     prompt = " ".join(f"w{n % 90 + 3}" for n in range(500))  # long enough to be packed
     args = ("generate", model_dir, "--prompt", prompt, "--max-new-tokens", 24, "--compare")
     report = json.loads(kivi(*args, "--json").stdout)
-    words = {name: report[name]["text"].split() for name in ("dense", "kivi2")}
+    words = {name: report[name]["text"].split() for name in ("dense", "balanced")}
     part = report["part_at"]
-    assert words["dense"][:part] == words["kivi2"][:part]
-    assert part == 24 or words["dense"][part] != words["kivi2"][part]
+    assert words["dense"][:part] == words["balanced"][:part]
+    assert part == 24 or words["dense"][part] != words["balanced"][part]
     assert f"they part {'nowhere' if part == 24 else f'after {part} tokens'}" in kivi(*args).stdout
 
 
 def test_chat_keeps_its_cache(model_dir: Path) -> None:
     result = kivi("generate", model_dir, "--max-new-tokens", 5, stdin="w5 w6\nw7\n\n")
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.count("kivi2: 5 tokens") == 2
+    assert result.stderr.count("balanced: 5 tokens") == 2
 
 
 @pytest.mark.parametrize(

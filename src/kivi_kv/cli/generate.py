@@ -17,7 +17,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Option(help="Text to complete; - reads standard input. Without it: a chat.")
     ] = None,
-    preset: Annotated[str, typer.Option(help=f"Cache format: {', '.join(PRESETS)}.")] = "kivi2",
+    preset: Annotated[str, typer.Option(help=f"Cache format: {', '.join(PRESETS)}.")] = "balanced",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,

@@ -81,7 +81,8 @@ def _print(shape: ModelShape, batch: int, tokens: int, memory: int | None, plans
     if memory is not None:
         headings += [f"longest context (batch {batch})", f"largest batch ({tokens:,} tokens)"]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
+        name = heading == "cache"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
     for p in plans:
         row = [
             p.cache,
