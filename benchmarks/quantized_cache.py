@@ -75,11 +75,11 @@ def evaluate(model: Any, ids: Tensor, dense: list[Tensor], cache: Cache) -> dict
 
 def storages(value: Any) -> dict[int, int]:
     """Bytes by address of all memory that value's tensors hold: codes, scales, zeros, of tensor subclasses too."""
-    if isinstance(value, Tensor) and not hasattr(value, "__tensor_flatten__"):
+    if hasattr(value, "__tensor_flatten__"):  # a tensor subclass
+        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    elif isinstance(value, Tensor):
         storage = value.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
-    if isinstance(value, Tensor):
-        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     elif isinstance(value, dict):
         value = list(value.values())
     return {k: v for x in value for k, v in storages(x).items()} if isinstance(value, list | tuple) else {}

@@ -21,9 +21,9 @@ from rich.table import Table
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from kivi_kv import KiviCache, KiviConfig, cache_for
+from kivi_kv import KiviConfig, cache_for
 from kivi_kv.analysis import Scores, read_text, teacher_forced
-from kivi_kv.integrations.transformers import cache_argument, load
+from kivi_kv.integrations.transformers import cache_argument, cache_nbytes, load
 
 NOVEL = Path(__file__).parent / "data" / "persuasion.txt"
 CACHES: dict[str, KiviConfig | None] = {
@@ -50,12 +50,6 @@ def measure(
     start = time.perf_counter()
     out = model.generate(ids[:, : tokens + 1], max_new_tokens=new_tokens, do_sample=False, **cache_argument(cache))
     return scores, cache, out[0, tokens + 1 :].tolist(), new_tokens / (time.perf_counter() - start)
-
-
-def nbytes(cache: Any) -> int:
-    if isinstance(cache, KiviCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def main() -> None:
@@ -93,9 +87,9 @@ def main() -> None:
     table = Table(title=f"{tokens} tokens of {args.text.name}, then {args.new_tokens} more")
     for heading in ("cache", "MiB", "smaller", "perplexity", "/ dense", "top-1 agreement", "tokens/s"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
-    whole = nbytes(results["dense"][1])
+    whole = cache_nbytes(results["dense"][1])
     for name, (scores, cache, _, speed) in results.items():
-        size = nbytes(cache)
+        size = cache_nbytes(cache)
         table.add_row(
             name,
             f"{size / 2**20:.1f}",

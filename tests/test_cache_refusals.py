@@ -105,3 +105,18 @@ def test_an_unknown_option_leaves_the_cache_as_it_was(M):
     with pytest.raises(TypeError, match="scael"):
         cache.step(**inputs(M), scael=1.0)
     assert_unchanged(cache, before)
+
+
+def test_sizes_and_shapes_are_named():
+    for name, sizes in (("batch", (0, 1, 16)), ("heads", (1, -1, 16)), ("head_dim", (1, 1, 0))):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a positive int, got "):
+            LayerCache("kivi2", *sizes)
+    with pytest.raises(ValueError, match=r"^config: expected that of one layer, see for_layer"):
+        LayerCache(KiviConfig(layer_bits=((0, 8, 8),)), 1, 2, 16)
+    cache = filled(KiviConfig(), *tokens(1, 40))
+    with pytest.raises(ValueError, match=r"^k: expected shape \[1, 2, M, 16\], got \(2, 1, 16\)"):
+        cache.append(torch.zeros(2, 1, 16).half(), torch.zeros(2, 1, 16).half())
+    with pytest.raises(ValueError, match=r"^lengths: expected from 0 to 40 in row 0, got 10.5"):
+        cache.crop([10.5])
+    with pytest.raises(ValueError, match=r"^indices: expected a tensor, got list"):
+        cache.select([0, 0])

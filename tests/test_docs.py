@@ -27,3 +27,11 @@ def test_python_blocks_run(page: Path, smollm2: Path, monkeypatch: pytest.Monkey
 
 def test_there_are_blocks_to_run() -> None:
     assert {p.name for p in PAGES if blocks(p)} >= {"README.md", "format.md", "guide.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_are_finished_and_their_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"@[A-Z_]+@|^[A-Z_]+$", text, flags=re.MULTILINE)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link

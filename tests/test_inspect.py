@@ -308,6 +308,7 @@ def browser(profile: Path) -> Iterator[webdriver.Chrome]:
         driver.quit()
 
 
+@pytest.mark.browser
 def test_report_in_a_browser(model_dir: Path, words: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     result = kivi("inspect", model_dir, "--text", words, "--out", folder, "--json")

@@ -219,3 +219,14 @@ def test_operands_that_do_not_fit_are_refused(operands, name, change):
     operands[name] = change(operands[name])
     with pytest.raises(ValueError, match=r"\b(a|code|scale|zero|heads|K|N)\b"):
         packed_matmul(32, **operands, bits=2)
+
+
+def test_logits_beyond_fp16_come_out_in_fp32():
+    q, k = torch.full((1, 2, 1, 128), 30.0).half(), (40 + randn(1, 1, 32, 128, seed=1)).half()
+    packed = quantize_k(k, 2, 32)
+    fields = (packed.code, packed.scale, packed.zero, 2)
+    assert packed_matmul(32, q, *fields).isinf().all()
+    out = packed_matmul(32, q, *fields, out_dtype=torch.float32)
+    expected = q.double() @ packed.dequantize(torch.float64).transpose(-1, -2)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=0)  # fp32 sums of 128 products

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     BloomConfig,
@@ -324,3 +326,42 @@ def test_layers_with_bits_of_their_own_equal_the_simulation() -> None:
     assert cache.nbytes == kivi_cache_bytes(config, len(cache.layers), 1, 400, shape[1], shape[3], torch.float32)
     with pytest.raises(ValueError, match=r"layer_bits: expected layers from 0 to \d+, got \[99\]"):
         cache_for(model, KiviConfig(layer_bits=((99, 4, 4),)))
+
+
+@pytest.mark.parametrize("checked", [None, False])
+def test_a_4d_mask_is_obeyed_warned_of_and_its_padding_not_stored(checked: bool | None) -> None:
+    model, inputs = touched("llama"), left_padded([180, 100])
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    causal = torch.ones(180, 180, dtype=torch.bool).tril()
+    mask4d = causal & mask[:, None, None].bool()
+    more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+    token = prompt(1, batch=2)
+    expected = []
+    for cache in (
+        transformers.DynamicCache(config=model.config),
+        cache_for(model, replace(UNPACKED, checked=checked)),
+    ):
+        ours = isinstance(cache, KiviCache)
+        with pytest.warns(KiviWarning, match="mask is more than causal") if ours else nullcontext():
+            step(model, ids, mask4d, cache)
+        expected.append(step(model, token, more, cache))
+    assert cache.stats()["unattended"] == 0
+    assert cache.packed_layers[0].cache.lengths == [180, 100]
+    torch.testing.assert_close(*expected, atol=1e-3, rtol=1e-3)  # fp32 sums in another order
+
+
+def test_reading_keys_and_values_is_counted() -> None:
+    model = touched("llama")
+    cache = cache_for(model, UNPACKED)
+    step(model, prompt(50), None, cache)
+    assert cache.layers[0].keys.shape[2] == 50
+    assert cache.stats()["materializations"] == 1
+
+
+def test_reset_takes_another_dtype() -> None:
+    model = make_model("llama")
+    cache = cache_for(model, PACKED)
+    generate(model, prompt(180), cache)
+    cache.reset()
+    generate(model.to(torch.bfloat16), prompt(180), cache)
+    assert cache.packed_layers[0].cache.storage.dense_k.dtype == torch.bfloat16

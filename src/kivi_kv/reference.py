@@ -48,7 +48,7 @@ def decode(code: Tensor, scale: Tensor, zero: Tensor, group_size: int, dtype: to
     scale, zero = scale.float().unsqueeze(-1), zero.float().unsqueeze(-1)
     value = groups * scale + zero
     value = torch.where(value.isfinite(), value, 2 * (groups * (scale / 2) + zero / 2))
-    limit = torch.finfo(dtype).max
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return value.clamp(-limit, limit).to(dtype).flatten(-2)[..., : code.shape[-1]]
 
 

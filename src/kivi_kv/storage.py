@@ -151,6 +151,9 @@ def kivi_cache_bytes(
     if head_dim < MIN_HEAD_DIM:
         raise ValueError(f"head_dim: expected at least {MIN_HEAD_DIM}, got {head_dim}")
     config = KiviConfig.of(config)
+    beyond = [layer for layer, _, _ in config.layer_bits if layer >= layers]
+    if beyond:
+        raise ValueError(f"layer_bits: expected layers from 0 to {layers - 1}, got {beyond}")
     pages = config.pages(tokens)
     page = sum(PageLayout.of(config.for_layer(i), head_dim, dtype).words * 4 for i in range(layers))
     dense = 2 * dense_rows(config, tokens) * head_dim * dtype.itemsize

@@ -34,6 +34,7 @@ class Reference:
     """Dense predictions of a model on ids [1, T], which simulated caches are compared with."""
 
     def __init__(self, model: Any, ids: Tensor) -> None:
+        check_head(model, ids[:, :4])
         self.model, self.ids = model, ids
         self.hidden = hidden_states(model, ids, None)
         self.nll = torch.cat([_nll(logits, self._target(part)) for part, logits in self._logits(self.hidden)])
@@ -82,6 +83,18 @@ def hidden_states(
     """The last layer's output [T, hidden] for ids [1, T], attending through a simulated cache."""
     with simulate(model, config, errors):
         return model.model(ids, use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_head(model: Any, ids: Tensor) -> None:
+    """Refuse a model whose logits are more than lm_head of its last layer's output: scaled or capped ones."""
+    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
+        raise ValueError(f"model: expected a causal language model with lm_head, got {type(model).__name__}")
+    direct = model.lm_head(model.model(ids, use_cache=False).last_hidden_state)
+    if not torch.equal(direct, model(ids, use_cache=False).logits):
+        raise ValueError(
+            f"model: expected logits straight from lm_head, {type(model).__name__} scales or caps them"
+        )
 
 
 def _nll(logits: Tensor, target: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ def run_passkey(
 
 def shape_of(model: Any) -> tuple[int, int]:
     """(layers, head_dim) of a model."""
+    from ..integrations.transformers import head_dim_of
+
     config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, head_dim
+    return config.num_hidden_layers, head_dim_of(config)

@@ -44,7 +44,7 @@ class ModelShape:
             name = names[model.lower()]
             return cls.from_config(_known_config(name), name, known_models.WEIGHT_BYTES.get(name))
         if path.exists():
-            return cls.from_config(_local_config(path), _local_name(path))
+            return cls.from_config(_local_config(path), local_name(path))
         raise ValueError(
             f"MODEL: expected a config.json, a model directory, a GGUF file or one of "
             f"{', '.join([*known_models.CONFIGS, known_models.PAPER_NAME])}; got {model!r}"
@@ -53,14 +53,28 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Any, name: str, weight_bytes: int | None = None) -> "ModelShape":
         """From a transformers config. Layers are judged by the cache itself; weights are counted as 16-bit."""
-        from ..integrations.transformers import KiviCache
+        from transformers.cache_utils import CacheLayerMixin
+
+        from ..integrations.transformers import KiviCache, head_dim_of
 
         text = config.get_text_config(decoder=True)
+        if config.is_encoder_decoder or not hasattr(text, "num_attention_heads"):
+            raise ValueError(f"MODEL: expected a decoder with attention layers, got {config.model_type}")
+        if getattr(text, "kv_lora_rank", None) is not None:
+            raise ValueError(
+                f"MODEL: expected K and V of one shape, got the latent attention of {config.model_type}"
+            )
         cache = KiviCache(config)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+            heads = 1
+        head_dim = head_dim_of(text)
         kinds = Counter(
-            (cache.native.get(index), getattr(layer, "sliding_window", None))
+            (
+                cache.native.get(index),
+                # linear attention keeps a state of constant size, which is not counted
+                getattr(layer, "sliding_window", None) if isinstance(layer, CacheLayerMixin) else 0,
+            )
             for index, layer in enumerate(cache.layers)
         )
         groups = tuple(
@@ -88,7 +102,8 @@ def _local_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(str(folder), local_files_only=True)
 
 
-def _local_name(path: Path) -> str:
+def local_name(path: Path) -> str:
+    """What to call a local model: its folder, or its file without the ending."""
     path = path.resolve()
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 

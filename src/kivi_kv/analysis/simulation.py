@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import PAGE
+from ..ops import dense_attention
 from .fidelity import decode_chunks
 from .remedies import SimConfig, quantize_keys, quantize_values
 
@@ -33,17 +33,8 @@ def attend_as_decoded(q: Tensor, k: Tensor, v: Tensor, config: SimConfig, layer:
         edge = S + config.cache.pages(start + 1) * PAGE
         seen_k = torch.cat([k[:, :, :S], packed_k[:, :, : edge - S], k[:, :, edge:stop]], dim=2)[:, :, :stop]
         seen_v = torch.cat([v[:, :, :S], packed_v[:, :, : edge - S], v[:, :, edge:stop]], dim=2)[:, :, :stop]
-        out[:, :, start:stop] = _causal(q[:, :, start:stop], seen_k, seen_v, scale)
+        out[:, :, start:stop] = dense_attention(q[:, :, start:stop], seen_k, seen_v, scale=scale)
     return out
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The queries are the newest of the tokens."""
-    M, T = q.shape[2], k.shape[2]
-    if M == T:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    seen = torch.arange(T, device=q.device) <= T - M + torch.arange(M, device=q.device)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
 
 
 def _attend_paper(q: Tensor, k: Tensor, v: Tensor, config: SimConfig, layer: int, scale: float) -> Tensor:
@@ -86,13 +77,18 @@ def simulate(model: Any, config: SimConfig | None, errors: dict[int, float] | No
     from transformers.masking_utils import sdpa_mask
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-        if config is None or mask is not None or kwargs.get("sliding_window"):
+        for name in ("softcap", "s_aux"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"model: expected plain softmax attention for a simulation, got {name}")
+        if config is None or kwargs.get("sliding_window"):
             return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+        if mask is not None:
+            raise ValueError("model: expected causal attention of one unpadded text, got another mask")
         index: Any = module.layer_idx
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
         out = attend_as_decoded(q, k, v, config, index, scale)
         if errors is not None:
-            exact = _causal(q, k, v, scale).float()
+            exact = dense_attention(q, k, v, scale=scale).float()
             errors[index] = ((out.float() - exact).norm() / exact.norm()).item()
         return out.transpose(1, 2).contiguous(), None
 

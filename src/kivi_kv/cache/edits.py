@@ -19,7 +19,7 @@ def crop(storage: KVStorage, lengths: list[int]) -> None:
     if len(lengths) != len(old):
         raise ValueError(f"lengths: expected one for each of {len(old)} rows, got {len(lengths)}")
     for row, (length, before) in enumerate(zip(lengths, old, strict=True)):
-        if not 0 <= length <= before:
+        if type(length) is not int or not 0 <= length <= before:
             raise ValueError(f"lengths: expected from 0 to {before} in row {row}, got {length}")
     for row, (length, packed) in enumerate(zip(lengths, storage.packed.tolist(), strict=True)):
         keep = max(0, length - S) // PAGE  # whole pages that stay
@@ -43,6 +43,8 @@ def crop(storage: KVStorage, lengths: list[int]) -> None:
 def select(storage: KVStorage, indices: Tensor) -> None:
     """Make the rows at indices the new batch. With as many rows as before, only table entries move."""
     B, P = storage.table.shape
+    if not isinstance(indices, Tensor):
+        raise ValueError(f"indices: expected a tensor, got {type(indices).__name__}")
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
     indices = indices.to(storage.table.device).long()

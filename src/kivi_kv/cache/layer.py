@@ -24,7 +24,7 @@ class LayerCache:
     alone. After n tokens a row has at least config.pages(n) packed pages, whatever the chunks they came in
     (exactly that many unless it was cropped). Every token is quantized once, when its page is packed.
 
-    Without max_tokens storage grows, an eighth at a time. With it, everything is allocated here.
+    Without max_tokens storage grows, by pages at first, then by eighths. With it, everything is allocated here.
     """
 
     def __init__(
@@ -40,6 +40,13 @@ class LayerCache:
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ValueError(f"max_tokens: expected a positive int or None, got {max_tokens!r}")
         self.config = config = KiviConfig.of(config)
+        if config.layer_bits:
+            raise ValueError(
+                f"config: expected that of one layer, see for_layer, got layer_bits {config.layer_bits}"
+            )
+        for name, size in (("batch", batch), ("heads", heads), ("head_dim", head_dim)):
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}: expected a positive int, got {size!r}")
         self.max_tokens = max_tokens
         self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
         check_kv("head_dim, dtype", self.storage.dense_k)
@@ -125,6 +132,12 @@ class LayerCache:
                 k[rows, :, S:start], v[rows, :, S:start] = decode_pages(pages, s.layout, k.dtype)
         return k, v
 
+    def fits(self, k: Tensor) -> bool:
+        """Whether tokens like k [B, H, M, D] can be stored here, by shape, dtype and device."""
+        dense = self.storage.dense_k
+        same = (k.dtype, k.device) == (dense.dtype, dense.device)
+        return same and k.ndim == 4 and (*k.shape[:2], k.shape[3]) == (*dense.shape[:2], dense.shape[3])
+
     def make_room(self) -> None:
         """Pack what the next token must find packed; `step` does so by itself."""
         self._make_room(slice(0, self.storage.batch))
@@ -177,7 +190,11 @@ class LayerCache:
             return
         k, v = k.detach(), v.detach()
         s, S = self.storage, self.config.sink_length
-        for part, length, packed in self._uniform(rows):
+        parts = list(self._uniform(rows))
+        if M == 1 and len(parts) > 1:
+            self._append_ragged(rows, parts, k, v)
+            return
+        for part, length, packed in parts:
             new = slice(part.start - rows.start, part.stop - rows.start)
             new_k, new_v = k[new], v[new]
             total = length + M
@@ -190,6 +207,18 @@ class LayerCache:
                     s.dense_k[part].index_copy_(2, index, new_k[:, :, start - length : stop - length])
                     s.dense_v[part].index_copy_(2, index, new_v[:, :, start - length : stop - length])
         s.lengths[rows] += M
+
+    def _append_ragged(self, rows: slice, parts: list[tuple[slice, int, int]], k: Tensor, v: Tensor) -> None:
+        """Store one token [B, H, 1, D] in each of rows that differ in length: one scatter for all of them."""
+        s, S = self.storage, self.config.sink_length
+        for part, length, packed in parts:
+            self._pack(part, length, packed, self.config.pages(length + 1))
+        token = s.lengths[rows].long()
+        index = torch.where(token < S, token, S + (token - S) % self.config.ring_length)
+        row = torch.arange(rows.start, rows.stop, device=token.device)
+        s.dense_k[row, :, index] = k[:, :, 0]
+        s.dense_v[row, :, index] = v[:, :, 0]
+        s.lengths[rows] += 1
 
     def _pack(
         self,
@@ -235,7 +264,10 @@ class LayerCache:
 
     def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
         B, H, _, D = self.storage.dense_k.shape
-        M = k.shape[2] if k.ndim == 4 else 0
+        for name, x in (("k", k), ("v", v)):
+            if x.ndim != 4:
+                raise ValueError(f"{name}: expected shape [{B}, {H}, M, {D}], got {tuple(x.shape)}")
+        M = k.shape[2]
         for name, x in (("k", k), ("v", v)):
             check_shape(name, x, (B, H, M, D))
             if x.dtype != self.storage.dense_k.dtype or x.device != self.storage.dense_k.device:

@@ -4,6 +4,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -25,6 +26,19 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
 
     return run
+
+
+def check_model_path(model: str) -> None:
+    """Refuse a path at which there is nothing."""
+    if not Path(model).exists():
+        raise ValueError(f"MODEL: expected a model directory or a GGUF file, got {model!r}, which is not there")
+
+
+def device_or_default(device: str | None) -> str:
+    """The device asked for, else a GPU if there is one."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def offline_and_quiet() -> None:

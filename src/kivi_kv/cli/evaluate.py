@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import err, offline_and_quiet, one_line_errors, out
+from .common import check_model_path, device_or_default, err, offline_and_quiet, one_line_errors, out
 
 
 @one_line_errors
@@ -36,24 +36,23 @@ def evaluate(
     Example: kivi eval model.gguf --text novel.txt --config kivi2 --config "sinks 32 + K4 V2" --passkey 2048
     """
     offline_and_quiet()
-    if not Path(model).exists():
-        raise ValueError(f"MODEL: expected a model directory or a GGUF file, got {model!r}, which is not there")
+    check_model_path(model)
     missing = [str(file) for file in text if not file.is_file()]
     if missing:
         raise ValueError(f"--text: expected text files, got {', '.join(missing)}")
+    if len({file.stem for file in text}) < len(text):
+        raise ValueError(f"--text: expected files of different names, got {', '.join(map(str, text))}")
 
-    import torch
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..analysis.catalog import catalog
     from ..analysis.lab import Records, run_passkey, run_texts, shape_of
+    from ..analysis.shape import local_name
     from ..analysis.texts import read_text
     from ..integrations.transformers import load
 
     with err.status(f"loading {Path(model).name}"):
-        loaded, tokenizer = load(
-            model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), progress=False
-        )
+        loaded, tokenizer = load(model, device=device_or_default(device), progress=False)
     known = catalog(shape_of(loaded)[0])
     names = list(known) if all_configs else config or ["kivi2", "kivi4"]
     unknown = [name for name in names if name not in known]
@@ -67,7 +66,7 @@ def evaluate(
 
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
     with Progress(*columns, TimeElapsedColumn(), console=err, disable=not err.is_terminal) as progress:
-        name = Path(model).stem
+        name = local_name(Path(model))
         task = progress.add_task("texts", total=len(texts) * len(configs))
         run_texts(loaded, tokenizer, name, texts, configs, tokens, records, lambda _: progress.advance(task))
         if lengths:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import PRESETS, KiviConfig
-from .common import err, offline_and_quiet, one_line_errors, out
+from .common import check_model_path, err, offline_and_quiet, one_line_errors, out
 
 
 @one_line_errors
@@ -40,7 +40,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if text is not None and not text.strip():
         raise ValueError("--prompt: expected some text, got none")
-    _check_path(model)
+    check_model_path(model)
 
     from .session import Session
 
@@ -62,11 +62,6 @@ def generate(
         _print_comparison(session, preset, packed, dense)
     else:
         _print_footer(preset, packed)
-
-
-def _check_path(model: str) -> None:
-    if not Path(model).exists():
-        raise ValueError(f"MODEL: expected a model directory or a GGUF file, got {model!r}, which is not there")
 
 
 def _chat(session: Any) -> None:

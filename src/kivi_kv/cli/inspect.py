@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .common import err, offline_and_quiet, one_line_errors, out
+from .common import check_model_path, device_or_default, err, offline_and_quiet, one_line_errors, out
 
 if TYPE_CHECKING:
     from ..analysis.inspection import ModelReport
@@ -34,24 +34,21 @@ def inspect(
     Example: kivi inspect model.gguf --text novel.txt --tokens 2048 --out my-report
     """
     offline_and_quiet()
-    if not Path(model).exists():
-        raise ValueError(f"MODEL: expected a model directory or a GGUF file, got {model!r}, which is not there")
+    check_model_path(model)
     if not text.is_file():
         raise ValueError(f"--text: expected a text file, got {str(text)!r}")
 
-    import torch
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..analysis.html_report import write_html
     from ..analysis.inspection import inspect_model
     from ..analysis.inspection_plots import plot_overview
+    from ..analysis.shape import local_name
     from ..analysis.texts import read_text
     from ..integrations.transformers import load
 
     with err.status(f"loading {Path(model).name}"):
-        loaded, tokenizer = load(
-            model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), progress=False
-        )
+        loaded, tokenizer = load(model, device=device_or_default(device), progress=False)
     ids = _ids(loaded, tokenizer, read_text(text), tokens)
     folder.mkdir(parents=True, exist_ok=True)
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
@@ -61,7 +58,7 @@ def inspect(
         def show(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        report = inspect_model(loaded, ids, Path(model).stem, text.stem, show)
+        report = inspect_model(loaded, ids, local_name(Path(model)), text.stem, show)
     fields = json.dumps(report.asdict(), indent=2)
     (folder / "report.json").write_text(fields + "\n", encoding="utf-8")
     write_html(report, folder / "report.html")

@@ -63,7 +63,7 @@ def _layers(shape: ModelShape) -> list[str]:
     lines = []
     for g in shape.groups:
         what = "packed" if g.reason is None else f"native: {g.reason}"
-        window = f", window {g.window}" if g.window else ""
+        window = f", window {g.window}" if g.window else ", constant state, not counted" if g.window == 0 else ""
         lines.append(f"{g.count} layers of {g.kv_heads} kv heads x {g.head_dim}{window}: {what}")
     return lines
 

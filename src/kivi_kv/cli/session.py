@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
 from ..config import PRESETS, KiviConfig
-from ..integrations.transformers import KiviCache, cache_argument, cache_for, load
+from ..integrations.transformers import KiviCache, cache_argument, cache_for, cache_nbytes, load
+from .common import device_or_default
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,7 @@ class Session:
     def open(
         cls, path: str, config: KiviConfig, max_new_tokens: int, temperature: float, seed: int, device: str | None
     ) -> "Session":
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load(path, device=device, progress=False)
+        model, tokenizer = load(path, device=device_or_default(device), progress=False)
         return cls(model, tokenizer, config, max_new_tokens, temperature, seed)
 
     def encode(self, text: str) -> Tensor:
@@ -95,15 +95,13 @@ class Session:
         )
         seconds = time.perf_counter() - start
         tokens = made[0, ids.shape[1] :].tolist()
-        dense = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-        packed = isinstance(cache, KiviCache)
         return Result(
             tokens,
             self.tokenizer.decode(tokens, skip_special_tokens=True),
             seconds,
             cache.get_seq_length(),
-            cache.nbytes if packed else dense,
-            cache.dense_nbytes if packed else dense,
+            cache_nbytes(cache),
+            cache.dense_nbytes if isinstance(cache, KiviCache) else cache_nbytes(cache),
         )
 
 

@@ -5,6 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def newest_mask(M: int, T: int, device: torch.device) -> Tensor:
+    """Which of T tokens each of the M newest sees, [M, T] bool: those up to itself."""
+    return torch.arange(T, device=device) <= T - M + torch.arange(M, device=device)[:, None]
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -22,11 +27,13 @@ def dense_attention(
     """
     B, HQ, M, D = q.shape
     H, T = k.shape[1], k.shape[2]
-    if softcap is None and sink_logits is None and (mask is not None or M in (1, T)):
-        causal = mask is None and M > 1
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    plain = softcap is None and sink_logits is None
+    if plain and mask is None and M in (1, T):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=M > 1, scale=scale, enable_gqa=True)
     if mask is None:
-        mask = torch.arange(T, device=q.device) <= T - M + torch.arange(M, device=q.device)[:, None]
+        mask = newest_mask(M, T, q.device)
+    if plain:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     grouped = q.float().reshape(B, H, HQ // H * M, D)
     logits = (grouped @ k.float().transpose(-1, -2)).view(B, HQ, M, T) * (D**-0.5 if scale is None else scale)
     if softcap is not None:

@@ -9,12 +9,22 @@ from .checks import check_bits, check_float, check_group_size, check_shape
 _ROWS = 1024  # rows of the packed matrix that are dequantized at a time
 
 
-def packed_matmul(group_size: int, a: Tensor, code: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+def packed_matmul(
+    group_size: int,
+    a: Tensor,
+    code: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bits: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """a times a packed matrix: q @ K^T with quantize_k's fields, p @ V with quantize_v's.
 
     a: [B, HQ, M, K], fp16, bf16 or fp32. The packed matrix is logically [B, H, K, N]: code
     [B, H, K, N * bits / 32] int32, scale and zero [B, H, K, ceil(N / group_size)]. HQ is a multiple of H; query
-    head h reads kv head h // (HQ // H). Accumulates in fp32. Returns [B, HQ, M, N] in a's dtype.
+    head h reads kv head h // (HQ // H). Accumulates in fp32. Returns [B, HQ, M, N] in out_dtype (default: a's);
+    unscaled logits of real keys can exceed fp16, so take float32 for them.
     Raises ValueError naming the argument at fault.
     """
     check_bits(bits)
@@ -44,4 +54,4 @@ def packed_matmul(group_size: int, a: Tensor, code: Tensor, scale: Tensor, zero:
         words = reference.unpack(code[:, :, part], bits)
         block = reference.decode(words, scale[:, :, part], zero[:, :, part], group_size, torch.float32)
         out += rows[..., part] @ block
-    return out.view(B, HQ, M, N).to(a.dtype)
+    return out.view(B, HQ, M, N).to(out_dtype or a.dtype)

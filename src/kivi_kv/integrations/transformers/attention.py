@@ -1,6 +1,5 @@
 """The attention named 'kivi' and its mask, registered through transformers' public interfaces."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -9,11 +8,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ...config import KiviWarning
-from ...ops.dense_attention import dense_attention
+from ...ops.dense_attention import dense_attention, newest_mask
 from .handle import KVHandle
 
 NAME = "kivi"
+PATTERN = "the model's mask is more than causal and padding: its packed layers are dequantized at every step"
 
 
 def register() -> None:
@@ -76,9 +75,10 @@ def kivi_attention(
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if attention_mask is not None and attention_mask.ndim != 2:
-        _warn_pattern(key)
-        mask = attention_mask
-        return _dense(module, query, key.dense(), value.dense(), mask, dropout, scaling, **kwargs), None
+        dense_k, dense_v = key.layer.materialize(PATTERN)
+        out = _dense(module, query, dense_k, dense_v, attention_mask, dropout, scaling, **kwargs)
+        key.layer.store(_seen_by_any(attention_mask, query.shape[2]))
+        return out, None
     try:
         _check_supported(key, dropout, kwargs)
     except ValueError:
@@ -110,8 +110,7 @@ def _dense(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if padding is not None or (mask is None and causal and 1 < M < T):
         # kivi_mask says less than sdpa's: causal, the queries being the newest tokens
-        token = torch.arange(T, device=query.device)
-        mask = token <= T - M + torch.arange(M, device=query.device)[:, None]
+        mask = newest_mask(M, T, query.device)
         mask = mask[None, None] if padding is None else mask & padding
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     if softcap is None and sinks is None:
@@ -137,10 +136,7 @@ def _refuse(name: str, value: object, allowed: object) -> None:
         raise ValueError(f"{name}: expected {allowed} with a packed cache, got {value}")
 
 
-def _warn_pattern(handle: KVHandle) -> None:
-    if not handle.layer.counts["materializations"]:
-        warnings.warn(
-            "this model's mask is more than causal and padding: its packed layers are dequantized at every step",
-            KiviWarning,
-            stacklevel=3,
-        )
+def _seen_by_any(mask: Tensor, M: int) -> Tensor:
+    """Which of the M newest tokens any query sees, [B, M] bool, by a mask [B, heads, M, T]; the rest is padding."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen[..., -M:].any(dim=1).any(dim=1)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...config import PAGE, KiviConfig, KiviWarning
@@ -99,13 +99,7 @@ class KiviCache(DynamicCache):
         }
 
     def _native_nbytes(self) -> int:
-        tensors = (
-            x
-            for layer in self.layers
-            if not isinstance(layer, KiviLayer)
-            for x in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        )
-        return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+        return sum(native_nbytes(layer) for layer in self.layers if not isinstance(layer, KiviLayer))
 
 
 def cache_for(
@@ -139,6 +133,22 @@ def cache_for(
     return cache
 
 
+def native_nbytes(layer: object) -> int:
+    """Bytes of K and V in one of transformers' own layers; states of linear attention do not count."""
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Bytes that any transformers cache holds for K and V; for a KiviCache those allocated."""
+    return cache.nbytes if isinstance(cache, KiviCache) else sum(native_nbytes(layer) for layer in cache.layers)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Channels of a head, by a text config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _native_reason(layer: object, config: PreTrainedConfig) -> str | None:
     """Why a layer keeps its own storage, or None when it can be packed."""
     if type(layer) is not DynamicLayer:
@@ -148,7 +158,7 @@ def _native_reason(layer: object, config: PreTrainedConfig) -> str | None:
         return "multi-head latent attention: K and V differ in shape"
     if getattr(config, "num_kv_shared_layers", 0):
         return "layers share K and V"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_dim_of(config)
     if head_dim < MIN_HEAD_DIM:
         return f"head dimension {head_dim} is below {MIN_HEAD_DIM}"
     return None

@@ -13,6 +13,11 @@ from ...config import KiviConfig, KiviWarning
 from ...ops import dense_attention
 from .handle import KVHandle
 
+NOT_OURS = (
+    "the packed cache is dequantized at every step, since the model's attention is not 'kivi': make the cache with "
+    "cache_for(model); a model whose attention code is its own has no faster way"
+)
+
 
 class KiviLayer(CacheLayerMixin):
     """Stages new tokens in `update`, stores them in the attention call, which knows the padding mask.
@@ -56,9 +61,8 @@ class KiviLayer(CacheLayerMixin):
     ) -> tuple[KVHandle, KVHandle]:
         """Stage tokens [B, H, M, D]; return handles for the attention call."""
         self._settle()
-        empty = not self.seen  # after reset(), another batch may come
-        if self.cache is None or (empty and self.cache.storage.batch != key_states.shape[0]):
-            self.lazy_initialization(key_states, value_states)
+        if self.cache is None or not (self.seen or self.cache.fits(key_states)):
+            self.lazy_initialization(key_states, value_states)  # also after reset(), when another batch comes
         self.staged = (key_states, value_states)
         return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
 
@@ -75,31 +79,36 @@ class KiviLayer(CacheLayerMixin):
         k, v = self.staged
         self.staged = None  # what is refused below is not stored later either
         total = self.seen + k.shape[2]
-        valid = self._valid(None if mask is None else mask[:, :total], cache)
+        valid = self._valid(None if mask is None else mask[:, :total])
         out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
         return out
 
-    def materialize(self) -> tuple[Tensor, Tensor]:
-        """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted."""
-        self._count(
-            "materializations",
-            "the packed cache is dequantized at every step, since the model's attention is not 'kivi': make the "
-            "cache with cache_for(model); a model whose attention code is its own has no faster way",
-        )
+    def materialize(self, why: str = NOT_OURS) -> tuple[Tensor, Tensor]:
+        """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted. Warns why, once."""
+        self._count("materializations", why)
         if self.staged is not None:
             self._ready().make_room()
         return self._dense()
 
     @property
     def keys(self) -> Tensor | None:
-        """Dequantized keys [B, H, T, D], or None before the first update."""
-        return self._dense()[0] if self.is_initialized else None
+        """Dequantized keys [B, H, T, D], or None before the first update. Counted, like every materialization."""
+        return self._read()[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """Dequantized values [B, H, T, D], or None before the first update."""
-        return self._dense()[1] if self.is_initialized else None
+        """Dequantized values [B, H, T, D], or None before the first update. Counted, like every materialization."""
+        return self._read()[1] if self.is_initialized else None
+
+    def store(self, valid: Tensor) -> None:
+        """Store the staged tokens that valid [B, M] marks, after another attention than ours attended them."""
+        if self.staged is None:
+            return
+        k, v = self.staged
+        self.staged = None
+        self._ready().append(k, v, valid)
+        self._advance(k.shape[2], valid)
 
     def get_seq_length(self) -> int:
         return self.seen + (self.staged[0].shape[2] if self.staged else 0)
@@ -158,15 +167,13 @@ class KiviLayer(CacheLayerMixin):
             raise RuntimeError("the layer holds nothing yet: update must come first")
         return self.cache
 
-    def _valid(self, mask: Tensor | None, cache: LayerCache) -> Tensor | None:
+    def _valid(self, mask: Tensor | None) -> Tensor | None:
         """The staged part of the mask; the part before must mark what was stored when those tokens came."""
         if mask is None:
             same = self.mask is None
-        elif cache.checked:
+        else:
             past = mask[:, : self.seen]
             same = bool(past.all()) if self.mask is None else torch.equal(past, self.mask)
-        else:
-            same = True
         if not same:
             raise ValueError(
                 "attention_mask: expected the padding that earlier tokens were stored with, got another one or none"
@@ -197,6 +204,10 @@ class KiviLayer(CacheLayerMixin):
         self.staged = None
         self._ready().append(k, v)
         self._advance(k.shape[2], None)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        self.counts["materializations"] += 1  # asked for by name, so there is nothing to warn of
+        return self._dense()
 
     def _count(self, what: str, warning: str) -> None:
         self.counts[what] += 1
