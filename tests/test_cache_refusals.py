@@ -40,7 +40,7 @@ def test_a_bad_max_tokens_is_refused(max_tokens):
 def test_bad_shapes_and_dtypes_of_a_cache_are_refused():
     for args, message in [
         ((1, 1, 8), "expected a head dimension of at least 16, got 8"),
-        ((1, 0, 16), "expected at least one element"),
+        ((1, 0, 16), "heads: expected a positive int, got 0"),
         ((1, 1, 16, torch.float64), "expected a dtype of float16, bfloat16, float32, got float64"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -337,16 +337,14 @@ def test_a_4d_mask_is_obeyed_warned_of_and_its_padding_not_stored(checked: bool 
     more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
     token = prompt(1, batch=2)
     expected = []
-    for cache in (
-        transformers.DynamicCache(config=model.config),
-        cache_for(model, replace(UNPACKED, checked=checked)),
-    ):
+    packed = cache_for(model, replace(UNPACKED, checked=checked))
+    for cache in (transformers.DynamicCache(config=model.config), packed):
         ours = isinstance(cache, KiviCache)
         with pytest.warns(KiviWarning, match="mask is more than causal") if ours else nullcontext():
             step(model, ids, mask4d, cache)
         expected.append(step(model, token, more, cache))
     assert cache.stats()["unattended"] == 0
-    assert cache.packed_layers[0].cache.lengths == [180, 100]
+    assert cache.packed_layers[0].cache.lengths == [181, 101]
     torch.testing.assert_close(*expected, atol=1e-3, rtol=1e-3)  # fp32 sums in another order
 
 
