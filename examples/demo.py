@@ -1,4 +1,4 @@
-"""The main job on real input: SmolLM2-135M reads a novel with a dense, a 4-bit and a 2-bit cache.
+"""The main job on real input: SmolLM2-135M reads a novel with a dense cache and with packed ones.
 
 Each cache takes the same passage, token for token, so that its history is really packed; the model is scored on
 what it predicts at each position, then continues the text from that cache. CPU only, a few minutes on two cores.
@@ -30,6 +30,7 @@ CACHES: dict[str, KiviConfig | None] = {
     "dense": None,
     "kivi4": KiviConfig.preset("kivi4"),
     "kivi2": KiviConfig.preset("kivi2"),
+    "balanced": KiviConfig.preset("balanced"),
 }
 
 
@@ -78,7 +79,7 @@ def main() -> None:
     results = {}
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for name, config in CACHES.items():
-            task = progress.add_task(f"{name:6}", total=tokens)
+            task = progress.add_task(f"{name:8}", total=tokens)
             results[name] = measure(
                 model, ids, tokens, args.new_tokens, config, lambda n, task=task: progress.advance(task, n)
             )

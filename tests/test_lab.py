@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kivi_kv.analysis.catalog import catalog
-from kivi_kv.analysis.lab import Records, run_passkey, run_texts
+from kivi_kv.analysis.lab import Records, run_passkey, run_real, run_texts
 from kivi_kv.analysis.passkey import finds_passkey, passkey_prompt
 from kivi_kv.analysis.plots import plot_tradeoff
-from kivi_kv.analysis.report import accuracy_table, mean_by_config, passkey_table
+from kivi_kv.analysis.report import accuracy_table, mean_by_config, passkey_table, real_table
 from tiny_models import make_model
 
 
@@ -103,3 +103,18 @@ def test_tables_average_and_rank() -> None:
 def test_the_tradeoff_is_a_picture(tmp_path: Path) -> None:
     plot_tradeoff(ROWS, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_real_caches_agree_with_the_simulation(tmp_path: Path) -> None:
+    model, records = make_model("llama"), Records(tmp_path / "results.jsonl")
+    known = catalog(model.config.num_hidden_layers)
+    configs = {name: known[name] for name in ("residual 32", "rotated V")}
+    for _ in range(2):  # the second run finds everything done
+        run_texts(model, Letters(), "tiny", {"a": FILLER}, configs, 600, records)
+        run_real(model, Letters(), "tiny", {"a": FILLER}, configs, 600, records)
+    (real,) = [r for r in records.rows if r.get("real")]
+    simulated = next(r for r in records.rows if r["config"] == "residual 32" and "ratio" in r)
+    assert real["config"] == "residual 32"  # no page holds a rotated V
+    assert real["real_ratio"] == pytest.approx(simulated["ratio"], rel=1e-3)  # fp32 sums in another order
+    assert real["real_top1"] == pytest.approx(simulated["top1"], abs=2 / 599)  # ties may fall the other way
+    assert f"| residual 32 | a | {real['real_ratio']:.4f} |" in real_table(records.rows)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .evaluate import Reference
+from .fidelity import teacher_forced
 from .passkey import finds_passkey, passkey_prompt
 from .remedies import SimConfig
 
@@ -20,8 +21,9 @@ class Records:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
 
-    def has(self, **keys: Any) -> bool:
-        return any(all(row.get(key) == value for key, value in keys.items()) for row in self.rows)
+    def has(self, field: str, **keys: Any) -> bool:
+        """Whether a row with these keys has that field."""
+        return any(field in row and all(row.get(key) == value for key, value in keys.items()) for row in self.rows)
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
@@ -48,7 +50,7 @@ def run_texts(
     layers, head_dim = shape_of(model)
     for text_name, text in texts.items():
         keys = {"model": name, "text": text_name, "tokens": tokens}
-        missing = [c for c in configs if not records.has(**keys, config=c)]
+        missing = [c for c in configs if not records.has("ratio", **keys, config=c)]
         if missing:
             ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
             if ids.shape[1] < tokens:
@@ -67,6 +69,40 @@ def run_texts(
             progress(config_name)
 
 
+def run_real(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    texts: Mapping[str, str],
+    configs: Mapping[str, SimConfig],
+    tokens: int,
+    records: Records,
+    progress: Callable[[str], object] = lambda done: None,
+) -> None:
+    """Perplexity and agreement through real caches, beside a dense one fed in the same chunks.
+
+    Rows have real=True, real_ratio, real_top1 and nbytes, as allocated. Configs that no page can hold are left out.
+    """
+    from transformers import DynamicCache
+
+    from ..integrations.transformers import cache_for
+
+    for text_name, text in texts.items():
+        keys = {"model": name, "text": text_name, "tokens": tokens, "real": True}
+        missing = [c for c in configs if configs[c].is_real and not records.has("real_ratio", **keys, config=c)]
+        if not missing:
+            continue
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
+        dense = teacher_forced(model, ids, DynamicCache(config=model.config))
+        for config_name in missing:
+            config = configs[config_name].cache
+            cache = cache_for(model, config, max_tokens=tokens)
+            scores = teacher_forced(model, ids, cache, config)
+            ratio, top1 = scores.perplexity / dense.perplexity, scores.agreement(dense)
+            records.add(**keys, config=config_name, real_ratio=ratio, real_top1=top1, nbytes=cache.nbytes)
+            progress(config_name)
+
+
 def run_passkey(
     model: Any,
     tokenizer: Any,
@@ -81,7 +117,7 @@ def run_passkey(
     for tokens in lengths:
         for config_name, config in configs.items():
             keys = {"model": name, "passkey": tokens, "config": config_name}
-            if records.has(**keys):
+            if records.has("found", **keys):
                 continue
             found = []
             for seed, depth in enumerate(DEPTHS):

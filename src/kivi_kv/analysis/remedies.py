@@ -34,6 +34,11 @@ class SimConfig:
         if not 0 < self.clip <= 1:
             raise ValueError(f"clip: expected above 0 and up to 1, got {self.clip}")
 
+    @property
+    def is_real(self) -> bool:
+        """Whether a KiviCache of this config exists: no switch is on."""
+        return self == SimConfig(self.cache)
+
     def bits(self, layer: int) -> tuple[int, int]:
         """(k_bits, v_bits) of a layer."""
         config = self.cache.for_layer(layer)

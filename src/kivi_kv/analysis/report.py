@@ -49,6 +49,16 @@ def accuracy_table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def real_table(rows: Iterable[Row]) -> str:
+    """What real caches gave, by text: perplexity over dense, top-1 agreement, bytes allocated."""
+    lines = ["| config | text | perplexity / dense | top-1 agreement | MiB |", "|---|---|---|---|---|"]
+    for r in rows:
+        if r.get("real"):
+            measured = f"{r['real_ratio']:.4f} | {r['real_top1']:.3f} | {r['nbytes'] / 2**20:.1f}"
+            lines.append(f"| {r['config']} | {r['text']} | {measured} |")
+    return "\n".join(lines)
+
+
 def passkey_table(rows: Iterable[Row]) -> str:
     """Keys found, of those hidden, by config (rows) and prompt length (columns)."""
     found: dict[str, dict[int, str]] = defaultdict(dict)

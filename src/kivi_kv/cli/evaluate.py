@@ -21,6 +21,9 @@ def evaluate(
     passkey: Annotated[
         list[int] | None, typer.Option(help="Also hide a key in prompts of this length; may be repeated.")
     ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="Also feed the text through real caches, where they exist.")
+    ] = False,
     all_configs: Annotated[bool, typer.Option("--all", help="Every config of the catalog.")] = False,
     results: Annotated[Path, typer.Option(help="Folder for results.jsonl, report.md and tradeoff.png.")] = Path(
         "kivi-eval"
@@ -46,7 +49,7 @@ def evaluate(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..analysis.catalog import catalog
-    from ..analysis.lab import Records, run_passkey, run_texts, shape_of
+    from ..analysis.lab import Records, run_passkey, run_real, run_texts, shape_of
     from ..analysis.shape import local_name
     from ..analysis.texts import read_text
     from ..integrations.transformers import load
@@ -69,6 +72,9 @@ def evaluate(
         name = local_name(Path(model))
         task = progress.add_task("texts", total=len(texts) * len(configs))
         run_texts(loaded, tokenizer, name, texts, configs, tokens, records, lambda _: progress.advance(task))
+        if real:
+            task1 = progress.add_task("real caches", total=len(texts) * sum(c.is_real for c in configs.values()))
+            run_real(loaded, tokenizer, name, texts, configs, tokens, records, lambda _: progress.advance(task1))
         if lengths:
             few: dict[str, Any] = {"dense": None, **configs}
             task2 = progress.add_task("passkey", total=len(lengths) * len(few))
@@ -86,13 +92,15 @@ def evaluate(
 
 def _write_report(folder: Path, rows: list[dict[str, Any]]) -> str:
     from ..analysis.plots import plot_tradeoff
-    from ..analysis.report import accuracy_table, passkey_table
+    from ..analysis.report import accuracy_table, passkey_table, real_table
 
     parts = []
     for model, tokens in sorted({(r["model"], r["tokens"]) for r in rows if "ratio" in r}):
         mine = [r for r in rows if r["model"] == model and r.get("tokens") == tokens]
         parts.append(f"## {model}, {tokens} tokens\n\n{accuracy_table(mine)}")
         plot_tradeoff(mine, folder / "tradeoff.png", f"{model}, {tokens} tokens")
+    if any(r.get("real") for r in rows):
+        parts.append(f"## Through real caches\n\n{real_table(rows)}")
     if any("passkey" in r for r in rows):
         parts.append(f"## Passkey\n\n{passkey_table(rows)}")
     report = "\n\n".join(parts) + "\n"
