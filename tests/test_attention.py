@@ -280,7 +280,7 @@ def test_error_does_not_grow_with_length():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the elements of the largest tensor that an operation returns, storage of views not counted."""
+    """Records the elements of the largest tensor that an operation returns, views and in-place operations aside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,8 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False):
+        in_place = func.__name__.partition(".")[0].endswith("_")
+        if not in_place and not getattr(func, "is_view", False):
             sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
             self.elements = max([self.elements, *sizes])
         return out
@@ -310,6 +311,18 @@ def test_scratch_does_not_grow_with_context(M):
         largest[T] = record.elements
     assert largest[4096] == largest[16_384]
     assert largest[16_384] <= B * H * 16_384 * D // 4
+
+
+def test_scratch_of_packing_does_not_grow_with_the_prompt():
+    """A long prompt is packed a block of pages at a time, checked for NaN without a copy."""
+    largest = {}
+    for T in (4096, 16_384):
+        x = randn(1, 4, T, 64, dtype=torch.float16)
+        cache = LayerCache(KiviConfig(), 1, 4, 64, max_tokens=T)
+        with LargestTensor() as record:
+            cache.append(x, x)
+        largest[T] = record.elements
+    assert largest[4096] == largest[16_384]
 
 
 # --- dense attention ---
