@@ -29,7 +29,7 @@ def encode(x: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tenso
     Returns code [..., N] int32, scale and zero [..., ceil(N / group_size)] in x's dtype.
     """
     top, size = 2**bits - 1, x.shape[-1]
-    groups = _grouped(x.float(), group_size)  # [..., N/G, G]
+    groups = grouped(x.float(), group_size)  # [..., N/G, G]
     low, high = groups.aminmax(dim=-1, keepdim=True)
     # bf16 and fp32 ranges can overflow fp32: such a group is computed on halves (exact at that size)
     half = torch.where((high - low).isinf(), 0.5, 1.0)
@@ -44,7 +44,7 @@ def encode(x: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tenso
 
 def decode(code: Tensor, scale: Tensor, zero: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """code * scale + zero in fp32 (two roundings), held within the finite range of dtype, [..., N]."""
-    groups = _grouped(code.float(), group_size)
+    groups = grouped(code.float(), group_size)
     scale, zero = scale.float().unsqueeze(-1), zero.float().unsqueeze(-1)
     value = groups * scale + zero
     value = torch.where(value.isfinite(), value, 2 * (groups * (scale / 2) + zero / 2))
@@ -52,7 +52,12 @@ def decode(code: Tensor, scale: Tensor, zero: Tensor, group_size: int, dtype: to
     return value.clamp(-limit, limit).to(dtype).flatten(-2)[..., : code.shape[-1]]
 
 
-def _grouped(x: Tensor, group_size: int) -> Tensor:
+def roundtrip(x: Tensor, bits: int, group_size: int) -> Tensor:
+    """x [..., N] quantized and dequantized, in its own dtype."""
+    return decode(*encode(x, bits, group_size), group_size, x.dtype)
+
+
+def grouped(x: Tensor, group_size: int) -> Tensor:
     """[..., N] to [..., ceil(N/G), G]; a short last group repeats its last element, which moves no range."""
     size = x.shape[-1]
     group_size = min(group_size, size)

@@ -94,8 +94,11 @@ class KVStorage:
 
     def dense_index(self, start: int, stop: int) -> Tensor:
         """Dense rows of tokens start .. stop - 1, which must all be dense."""
+        return self.dense_row(torch.arange(start, stop, device=self.table.device))
+
+    def dense_row(self, token: Tensor) -> Tensor:
+        """The dense row of each of the given tokens, int64, whatever the shape."""
         S = self.config.sink_length
-        token = torch.arange(start, stop, device=self.table.device)
         return torch.where(token < S, token, S + (token - S) % self.config.ring_length)
 
     def dense_mask(self) -> Tensor:

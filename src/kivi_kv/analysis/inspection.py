@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import KiviConfig
 from ..ops.dense_attention import dense_attention
 from ..ops.simulate import AXES, fake_quantize
+from .hooks import replaced_attention
 
 NAME = "kivi_inspection"
 BITS = (2, 4)
@@ -109,8 +110,6 @@ class ModelReport:
 @contextmanager
 def capture(model: Any) -> Iterator[dict[int, Captured]]:
     """Within it, a forward pass of one row, without a cache, leaves what full attention received, by layer."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     from ..integrations.transformers.attention import kivi_attention, kivi_mask
 
     captured: dict[int, Captured] = {}
@@ -121,14 +120,8 @@ def capture(model: Any) -> Iterator[dict[int, Captured]]:
             captured[module.layer_idx] = Captured(q[:, :, -QUERIES:], k, v, options)
         return kivi_attention(module, q, k, v, mask, **kwargs)
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, kivi_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
+    with replaced_attention(model, NAME, attention, kivi_mask):
         yield captured
-    finally:
-        model.set_attn_implementation(before)
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .evaluate import Reference
 from .fidelity import teacher_forced
 from .passkey import finds_passkey, passkey_prompt
@@ -52,10 +54,7 @@ def run_texts(
         keys = {"model": name, "text": text_name, "tokens": tokens}
         missing = [c for c in configs if not records.has("ratio", **keys, config=c)]
         if missing:
-            ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
-            if ids.shape[1] < tokens:
-                raise ValueError(f"text {text_name}: expected at least {tokens} tokens, got {ids.shape[1]}")
-            reference = Reference(model, ids)
+            reference = Reference(model, _first_ids(model, tokenizer, text_name, text, tokens))
         for config_name in missing:
             config = configs[config_name]
             records.add(
@@ -92,7 +91,7 @@ def run_real(
         missing = [c for c in configs if configs[c].is_real and not records.has("real_ratio", **keys, config=c)]
         if not missing:
             continue
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
+        ids = _first_ids(model, tokenizer, text_name, text, tokens)
         dense = teacher_forced(model, ids, DynamicCache(config=model.config))
         for config_name in missing:
             config = configs[config_name].cache
@@ -125,6 +124,14 @@ def run_passkey(
                 found.append(finds_passkey(model, prompt.to(model.device), answer, config))
             records.add(**keys, depths=list(DEPTHS), found=found)
             progress(config_name)
+
+
+def _first_ids(model: Any, tokenizer: Any, name: str, text: str, tokens: int) -> Tensor:
+    """The first `tokens` token ids of a text, [1, tokens], on the model's device."""
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
+    if ids.shape[1] < tokens:
+        raise ValueError(f"text {name}: expected at least {tokens} tokens, got {ids.shape[1]}")
+    return ids
 
 
 def shape_of(model: Any) -> tuple[int, int]:

@@ -18,7 +18,7 @@ class SimConfig:
     rotate_v: values are quantized after a Hadamard rotation of their channels.
     clip: groups use this share of their range, about its centre; values beyond it saturate.
     small_scales: 8-bit scales and zeros (a key channel keeps one fp16 offset per page).
-    paper_flush: pack as in KIVI's paper: keys 128 tokens at a time down to none, values one by one.
+    paper_flush: pack as in KIVI's paper: keys residual_length tokens at a time, down to none, values one by one.
     """
 
     cache: KiviConfig = field(default_factory=KiviConfig)
@@ -86,7 +86,7 @@ def quantize_values(v: Tensor, config: SimConfig, layer: int) -> Tensor:
 
 
 def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """An orthogonal Hadamard matrix; otherwise blocks of the largest power of two."""
+    """Orthogonal [size, size]: Hadamard blocks of the largest power of two that divides size."""
     block = size & -size
     matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < block:
@@ -98,10 +98,9 @@ def _roundtrip(x: Tensor, bits: int, config: SimConfig, offset: bool = False) ->
     """x [..., N] in groups along the last dimension, quantized and dequantized."""
     G = config.cache.group_size
     if config.clip == 1 and not config.small_scales:
-        code, scale, zero = reference.encode(x, bits, G)
-        return reference.decode(code, scale, zero, G, x.dtype)
+        return reference.roundtrip(x, bits, G)
     size, top = x.shape[-1], 2**bits - 1
-    groups = reference._grouped(x.float(), G)  # [..., N/G, G]
+    groups = reference.grouped(x.float(), G)  # [..., N/G, G]
     low, high = groups.aminmax(dim=-1, keepdim=True)
     middle, reach = (low + high) / 2, (high - low) / 2 * config.clip
     low, scale = middle - reach, 2 * reach / top

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config import PAGE
 from ..ops import dense_attention
 from .fidelity import decode_chunks
+from .hooks import replaced_attention
 from .remedies import SimConfig, quantize_keys, quantize_values
 
 NAME = "kivi_simulation"
@@ -72,7 +73,6 @@ def simulate(model: Any, config: SimConfig | None, errors: dict[int, float] | No
     Sliding layers attend as usual. For one unpadded row at a time. errors, if given, receives for each layer the
     relative error of its attention output, against dense attention of the same q, k and v.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
@@ -92,11 +92,5 @@ def simulate(model: Any, config: SimConfig | None, errors: dict[int, float] | No
             errors[index] = ((out.float() - exact).norm() / exact.norm()).item()
         return out.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
+    with replaced_attention(model, NAME, attention, sdpa_mask):
         yield
-    finally:
-        model.set_attn_implementation(before)

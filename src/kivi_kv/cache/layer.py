@@ -210,12 +210,11 @@ class LayerCache:
 
     def _append_ragged(self, rows: slice, parts: list[tuple[slice, int, int]], k: Tensor, v: Tensor) -> None:
         """Store one token [B, H, 1, D] in each of rows that differ in length: one scatter for all of them."""
-        s, S = self.storage, self.config.sink_length
+        s = self.storage
         for part, length, packed in parts:
             self._pack(part, length, packed, self.config.pages(length + 1))
-        token = s.lengths[rows].long()
-        index = torch.where(token < S, token, S + (token - S) % self.config.ring_length)
-        row = torch.arange(rows.start, rows.stop, device=token.device)
+        index = s.dense_row(s.lengths[rows].long())
+        row = torch.arange(rows.start, rows.stop, device=index.device)
         s.dense_k[row, :, index] = k[:, :, 0]
         s.dense_v[row, :, index] = v[:, :, 0]
         s.lengths[rows] += 1

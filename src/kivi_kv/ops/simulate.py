@@ -25,15 +25,10 @@ def fake_quantize(x: Tensor, bits: int, group_size: int | None, axis: str) -> Te
     if x.ndim < 2 or not x.numel():
         raise ValueError(f"x: expected a non-empty [..., T, D], got shape {tuple(x.shape)}")
     if axis == "tensor":
-        return _roundtrip(x.flatten(), bits, x.numel()).view(x.shape)
+        return reference.roundtrip(x.flatten(), bits, x.numel()).view(x.shape)
     if group_size is None:
         raise ValueError(f"group_size: expected a positive int for axis {axis!r}, got None")
     check_group_size(group_size)
     if axis == "token":
-        return _roundtrip(x, bits, group_size)
-    return _roundtrip(x.transpose(-1, -2), bits, group_size).transpose(-1, -2)
-
-
-def _roundtrip(x: Tensor, bits: int, group_size: int) -> Tensor:
-    code, scale, zero = reference.encode(x, bits, group_size)
-    return reference.decode(code, scale, zero, group_size, x.dtype)
+        return reference.roundtrip(x, bits, group_size)
+    return reference.roundtrip(x.transpose(-1, -2), bits, group_size).transpose(-1, -2)
