@@ -1,5 +1,6 @@
-"""Shared by all tests: one thread per process, and the real model where its package is installed."""
+"""Shared by all tests: one thread per process, Triton's interpreter without a GPU, the real model if installed."""
 
+import os
 import sys
 from importlib.metadata import files
 from pathlib import Path
@@ -13,6 +14,8 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 torch.set_num_threads(1)  # tests run in as many processes as there are cores
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated; compile tests unset it
 
 
 @pytest.fixture(autouse=True)
