@@ -107,7 +107,7 @@ def main() -> None:
     records = Records(args.out)
     for file in sorted(args.texts.glob(args.pattern)):
         keys = {"model": args.name, "text": file.stem, "tokens": args.tokens}
-        missing = [name for name in args.configs if not records.has(**keys, config=name)]
+        missing = [name for name in args.configs if not records.has("ratio", **keys, config=name)]
         if not missing:
             continue
         ids = tokenizer(file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : args.tokens]
