@@ -22,6 +22,7 @@ PASSKEY = (
     "sinks 32 + g64",
     "sinks 32 + K4 V2 g128",
     "sinks 32 + K4 V4 g64",
+    "sinks 32 + boost 1/4",
     "sinks 32 + boost 1/4 + rotated V",
 )
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096])
     parser.add_argument("--passkey", type=int, nargs="*", default=[], help="prompt lengths")
+    parser.add_argument("--filler", default="report-prose", help="the text that keys are hidden in")
     parser.add_argument("--configs", nargs="*", help="only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -54,8 +56,8 @@ def main() -> None:
         run_texts(model, tokenizer, args.name, texts, configs, tokens, records, progress)
     if args.passkey:
         few = {"dense": None} | {name: configs[name] for name in PASSKEY if name in configs}
-        filler = next(text for name, text in texts.items() if "prose" in name)
-        run_passkey(model, tokenizer, args.name, filler, few, tuple(args.passkey), records, progress)
+        lengths = tuple(args.passkey)
+        run_passkey(model, tokenizer, args.name, texts[args.filler], few, lengths, records, progress)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kivi_kv.analysis.plots import plot_tradeoff
-from kivi_kv.analysis.report import accuracy_table, passkey_table
+from kivi_kv.analysis.report import accuracy_table, distance_table, passkey_table
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -27,6 +27,8 @@ def main() -> None:
     for model, tokens in sorted({(r["model"], r["tokens"]) for r in reporting}):
         mine = [r for r in reporting if (r["model"], r["tokens"]) == (model, tokens)]
         print(f"### {model}, {tokens:,} tokens\n\n{accuracy_table(mine)}\n")
+        if any("distances" in r for r in mine):
+            print(f"#### By tokens behind the query\n\n{distance_table(mine)}\n")
     for model in sorted({r["model"] for r in rows if "passkey" in r}):
         mine = [r for r in rows if r["model"] == model]
         print(f"### Passkey: {model}\n\n{passkey_table(mine)}\n")

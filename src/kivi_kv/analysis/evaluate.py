@@ -1,7 +1,8 @@
-"""What a simulated cache costs a model on a text: perplexity, divergence, agreement, by position."""
+"""What a simulated cache costs a model on a text: perplexity, divergence, agreement, by position and distance."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ _ROWS = 512  # positions whose logits are handled at once
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One config on one text. The lists by quarter have an entry per quarter of the text, in order."""
+    """One config on one text.
+
+    The lists by quarter have an entry per quarter of the text, in order; those by distance one per entry of
+    distances: the least number of tokens behind the query, which the next entry's is the end of.
+    """
 
     perplexity: float
     ratio: float  # to dense
@@ -24,10 +29,21 @@ class Result:
     top1: float  # share of positions with dense's most likely token
     kl_by_quarter: list[float]
     top1_by_quarter: list[float]
+    distances: list[int]
+    kl_by_distance: list[float]
+    top1_by_distance: list[float]
     output_error: list[float]  # of each layer's attention output, relative, by its own q, k and v
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def distance_bins(positions: int) -> list[tuple[int, int]]:
+    """Ranges of the number of tokens behind a query: below 256, then doubling, until there are `positions`."""
+    edges = [0]
+    while edges[-1] < positions:
+        edges.append(min(positions, max(256, 2 * edges[-1])))
+    return list(pairwise(edges))
 
 
 class Reference:
@@ -56,6 +72,7 @@ class Reference:
             same.append((logits.argmax(-1) == dense.argmax(-1)).float())
         divergence, agreement = torch.cat(kl), torch.cat(same)
         perplexity = torch.cat(nll).mean().exp().item()
+        bins = distance_bins(len(divergence))
         return Result(
             perplexity,
             perplexity / self.perplexity,
@@ -63,6 +80,9 @@ class Reference:
             agreement.mean().item(),
             [x.mean().item() for x in divergence.chunk(4)],
             [x.mean().item() for x in agreement.chunk(4)],
+            [low for low, _ in bins],
+            [divergence[low:high].mean().item() for low, high in bins],
+            [agreement[low:high].mean().item() for low, high in bins],
             [errors[layer] for layer in sorted(errors)],
         )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .evaluate import Reference
 from .fidelity import teacher_forced
-from .passkey import finds_passkey, passkey_prompt
+from .passkey import finds_passkeys, passkey_prompt
 from .remedies import SimConfig
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -54,7 +54,7 @@ def run_texts(
         keys = {"model": name, "text": text_name, "tokens": tokens}
         missing = [c for c in configs if not records.has("ratio", **keys, config=c)]
         if missing:
-            reference = Reference(model, _first_ids(model, tokenizer, text_name, text, tokens))
+            reference = Reference(model, first_ids(model, tokenizer, text_name, text, tokens))
         for config_name in missing:
             config = configs[config_name]
             records.add(
@@ -91,7 +91,7 @@ def run_real(
         missing = [c for c in configs if configs[c].is_real and not records.has("real_ratio", **keys, config=c)]
         if not missing:
             continue
-        ids = _first_ids(model, tokenizer, text_name, text, tokens)
+        ids = first_ids(model, tokenizer, text_name, text, tokens)
         dense = teacher_forced(model, ids, DynamicCache(config=model.config))
         for config_name in missing:
             config = configs[config_name].cache
@@ -111,22 +111,27 @@ def run_passkey(
     lengths: tuple[int, ...],
     records: Records,
     progress: Callable[[str], object] = lambda done: None,
+    seeds: int = 4,
 ) -> None:
-    """Whether each config finds the key at every length and depth; a config of None is dense."""
+    """Whether each config finds the keys: at every length, `seeds` of them at each depth, all different.
+
+    A config of None is dense. Rows have model, passkey (the length), config, depths and found, by key.
+    """
+    depths = list(DEPTHS) * seeds
+    ids = tokenizer(filler, add_special_tokens=False).input_ids
     for tokens in lengths:
-        for config_name, config in configs.items():
-            keys = {"model": name, "passkey": tokens, "config": config_name}
-            if records.has("found", **keys):
-                continue
-            found = []
-            for seed, depth in enumerate(DEPTHS):
-                prompt, answer = passkey_prompt(tokenizer, filler, tokens, depth, seed)
-                found.append(finds_passkey(model, prompt.to(model.device), answer, config))
-            records.add(**keys, depths=list(DEPTHS), found=found)
+        keys = {"model": name, "passkey": tokens, "depths": depths}
+        missing = [c for c in configs if not records.has("found", **keys, config=c)]
+        if not missing:
+            continue
+        prompts = [passkey_prompt(tokenizer, ids, tokens, depth, seed) for seed, depth in enumerate(depths)]
+        for config_name in missing:
+            found = finds_passkeys(model, prompts, configs[config_name])
+            records.add(**keys, config=config_name, found=found)
             progress(config_name)
 
 
-def _first_ids(model: Any, tokenizer: Any, name: str, text: str, tokens: int) -> Tensor:
+def first_ids(model: Any, tokenizer: Any, name: str, text: str, tokens: int) -> Tensor:
     """The first `tokens` token ids of a text, [1, tokens], on the model's device."""
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(model.device)
     if ids.shape[1] < tokens:

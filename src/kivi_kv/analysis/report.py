@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -46,6 +47,27 @@ def accuracy_table(rows: Iterable[Row]) -> str:
         lines.append(
             f"| {r['config']} | {r['bits']:.2f} | {r['ratio']:.4f} | {removed} | {r['kl']:.4f} | {r['top1']:.3f} |"
         )
+    return "\n".join(lines)
+
+
+def distance_table(rows: Iterable[Row]) -> str:
+    """KL and top-1 agreement by the tokens behind a query, averaged over the texts of the rows: of one length."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if "distances" in row:
+            groups[row["config"]].append(row)
+    lows = next(iter(groups.values()))[0]["distances"] if groups else []
+    names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(lows)] + [
+        f"{low:,} and more" for low in lows[-1:]
+    ]
+    lines = ["| config: KL (top-1) | " + " | ".join(names) + " |", "|---" * (len(lows) + 1) + "|"]
+    for config, group in groups.items():
+        kl, top1 = (
+            [sum(values) / len(group) for values in zip(*(row[field] for row in group), strict=True)]
+            for field in ("kl_by_distance", "top1_by_distance")
+        )
+        cells = [f"{a:.4f} ({b:.3f})" for a, b in zip(kl, top1, strict=True)]
+        lines.append(f"| {config} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

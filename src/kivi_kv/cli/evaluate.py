@@ -19,8 +19,9 @@ def evaluate(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=2)] = 4096,
     passkey: Annotated[
-        list[int] | None, typer.Option(help="Also hide a key in prompts of this length; may be repeated.")
+        list[int] | None, typer.Option(help="Also hide keys in prompts of this length; may be repeated.")
     ] = None,
+    passkey_seeds: Annotated[int, typer.Option(help="Keys at each of five depths.", min=1)] = 4,
     real: Annotated[
         bool, typer.Option("--real", help="Also feed the text through real caches, where they exist.")
     ] = False,
@@ -79,7 +80,11 @@ def evaluate(
             few: dict[str, Any] = {"dense": None, **configs}
             task2 = progress.add_task("passkey", total=len(lengths) * len(few))
             filler = next(iter(texts.values()))
-            run_passkey(loaded, tokenizer, name, filler, few, lengths, records, lambda _: progress.advance(task2))
+
+            def passed(_: str) -> None:
+                progress.advance(task2)
+
+            run_passkey(loaded, tokenizer, name, filler, few, lengths, records, passed, passkey_seeds)
     report = _write_report(results, records.rows)
     if as_json:
         out.print_json(json.dumps(records.rows))
@@ -92,12 +97,13 @@ def evaluate(
 
 def _write_report(folder: Path, rows: list[dict[str, Any]]) -> str:
     from ..analysis.plots import plot_tradeoff
-    from ..analysis.report import accuracy_table, passkey_table, real_table
+    from ..analysis.report import accuracy_table, distance_table, passkey_table, real_table
 
     parts = []
     for model, tokens in sorted({(r["model"], r["tokens"]) for r in rows if "ratio" in r}):
         mine = [r for r in rows if r["model"] == model and r.get("tokens") == tokens]
         parts.append(f"## {model}, {tokens} tokens\n\n{accuracy_table(mine)}")
+        parts.append(f"### By tokens behind the query\n\n{distance_table(mine)}")
         plot_tradeoff(mine, folder / "tradeoff.png", f"{model}, {tokens} tokens")
     if any(r.get("real") for r in rows):
         parts.append(f"## Through real caches\n\n{real_table(rows)}")
