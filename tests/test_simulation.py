@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kivi_kv import KiviConfig, cache_for, fake_quantize, quantize_k, reference
 from kivi_kv.analysis import teacher_forced
-from kivi_kv.analysis.catalog import catalog, ends, worst
+from kivi_kv.analysis.catalog import catalog, ends, mildest, worst
 from kivi_kv.analysis.evaluate import Reference
 from kivi_kv.analysis.remedies import SimConfig, hadamard, quantize_keys, quantize_values
 from kivi_kv.analysis.simulation import attend_as_decoded, simulate
@@ -186,3 +186,4 @@ def test_rules_for_layers() -> None:
     assert [layer for layer, _, _ in ends(6, 2)] == [0, 1, 4, 5]
     assert [layer for layer, _, _ in ends(3, 2)] == [0, 1, 2]
     assert worst([0.1, 0.9, 0.2, 0.8], 2, 8, 4) == ((1, 8, 4), (3, 8, 4))
+    assert mildest([0.1, 0.9, 0.2, 0.8], 2) == ((0, 2, 2), (2, 2, 2))

@@ -25,6 +25,11 @@ def worst(errors: list[float], n: int, k_bits: int = 4, v_bits: int = 4) -> tupl
     return tuple((i, k_bits, v_bits) for i in sorted(order[:n]))
 
 
+def mildest(errors: list[float], n: int, k_bits: int = 2, v_bits: int = 2) -> tuple[tuple[int, int, int], ...]:
+    """layer_bits of the n layers with the smallest errors."""
+    return worst([-error for error in errors], n, k_bits, v_bits)
+
+
 def catalog(layers: int) -> dict[str, SimConfig]:
     """name: config, for a model of that many layers."""
     configs = {
