@@ -49,6 +49,7 @@ def distance_bins(positions: int) -> list[tuple[int, int]]:
 class Reference:
     """Dense predictions of a model on ids [1, T], which simulated caches are compared with."""
 
+    @torch.no_grad()
     def __init__(self, model: Any, ids: Tensor) -> None:
         check_head(model, ids[:, :4])
         self.model, self.ids = model, ids
@@ -59,6 +60,7 @@ class Reference:
     def perplexity(self) -> float:
         return self.nll.mean().exp().item()
 
+    @torch.no_grad()
     def compare(self, config: SimConfig | None) -> Result:
         """Evaluate one config; None is dense once more."""
         errors: dict[int, float] = {}
