@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
@@ -55,6 +56,7 @@ class PageLayout:
     """Where everything lies in a page: 128 tokens of one kv head, K and V, as int32 words.
 
     A page is k_code | k_scale | k_zero | v_code | v_scale | v_zero. D is padded to a multiple of 16 with zeros.
+    The parts hold what the plain layouts hold, in the order in which matrix units read it, see docs/format.md.
     """
 
     k_bits: int
@@ -72,20 +74,21 @@ class PageLayout:
         return -(-self.head_dim // _LANE) * _LANE
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Rows and elements of the six parts, in order; elements are int32 words or scales and zeros."""
-        D, G = self.padded_dim, self.group_size
-        k_code, k_param = (D, PAGE * self.k_bits // 32), (D, PAGE // G)
-        v_code, v_param = (PAGE, D * self.v_bits // 32), (PAGE, -(-self.head_dim // G))
-        return k_code, k_param, k_param, v_code, v_param, v_param
+    def k_groups(self) -> int:
+        """Groups of tokens, each with a scale and a zero for every channel."""
+        return PAGE // self.group_size
+
+    @property
+    def v_groups(self) -> int:
+        """Groups of channels, each with a scale and a zero for every token."""
+        return -(-self.head_dim // self.group_size)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """int32 words of the six parts, in order."""
-        width = self.dtype.itemsize
-        return tuple(
-            rows * n if part in (0, 3) else rows * n * width // 4 for part, (rows, n) in enumerate(self.shapes)
-        )
+        D, width = self.padded_dim, self.dtype.itemsize
+        k_param, v_param = self.k_groups * D * width // 4, self.v_groups * PAGE * width // 4
+        return PAGE * D * self.k_bits // 32, k_param, k_param, PAGE * D * self.v_bits // 32, v_param, v_param
 
     @property
     def words(self) -> int:
@@ -100,34 +103,45 @@ def _words(layout: PageLayout) -> int:
 
 def to_pages(k: Tensor, v: Tensor, layout: PageLayout) -> Tensor:
     """Quantize k and v [B, H, P * 128, D] into pages [B, P, H, words] int32."""
-    pad = layout.padded_dim - k.shape[-1]
-    by_token = k.unflatten(2, (-1, PAGE)).permute(0, 2, 1, 4, 3)  # [B, P, H, D, 128]
-    k_code, k_scale, k_zero = reference.encode(by_token, layout.k_bits, layout.group_size)
-    by_channel = v.unflatten(2, (-1, PAGE)).transpose(1, 2)  # [B, P, H, 128, D]
-    v_code, v_scale, v_zero = reference.encode(by_channel, layout.v_bits, layout.group_size)
-    if pad:
-        k_code, k_scale, k_zero = (_pad(x, 0, pad) for x in (k_code, k_scale, k_zero))
-        v_code = _pad(v_code, pad, 0)
-    k_code, v_code = reference.pack(k_code, layout.k_bits), reference.pack(v_code, layout.v_bits)
-    parts = (k_code, k_scale, k_zero, v_code, v_scale, v_zero)
-    return torch.cat([x.flatten(3).contiguous().view(torch.int32) for x in parts], dim=-1)
+    by_channel = k.unflatten(2, (-1, PAGE)).permute(0, 2, 1, 4, 3)  # [B, P, H, D, 128]
+    by_token = v.unflatten(2, (-1, PAGE)).transpose(1, 2)  # [B, P, H, 128, D]
+    k_code, k_scale, k_zero = reference.encode(by_channel, layout.k_bits, layout.group_size)
+    v_code, v_scale, v_zero = reference.encode(by_token, layout.v_bits, layout.group_size)
+    pad = (0, layout.padded_dim - layout.head_dim)
+    k_code, k_scale, k_zero, v_code = (F.pad(x, pad) for x in (k_code.mT, k_scale.mT, k_zero.mT, v_code))
+    parts = (
+        reference.pack(_order_k_code(k_code, layout.k_bits), layout.k_bits),
+        _order_k_param(k_scale),
+        _order_k_param(k_zero),
+        reference.pack(_order_v_code(v_code, layout.v_bits), layout.v_bits),
+        _order_v_scale(v_scale),
+        v_zero.mT.flatten(3),
+    )
+    return torch.cat([x.contiguous().view(torch.int32) for x in parts], dim=-1)
 
 
 def from_pages(pages: Tensor, layout: PageLayout) -> tuple[Packed, Packed]:
     """Pages [B, P, H, words] int32 to K and V in the plain layouts, T = P * 128."""
-    raw = pages.split(list(layout.sizes), dim=-1)
-    parts = [
-        (x if part in (0, 3) else x.contiguous().view(layout.dtype)).unflatten(-1, shape)  # [B, P, H, rows, n]
-        for part, (x, shape) in enumerate(zip(raw, layout.shapes, strict=True))
-    ]
-    D = layout.head_dim
-    # keys: tokens are the last dimension, so pages join there: [B, H, D, P * n]
-    k = [x[..., :D, :].permute(0, 2, 3, 1, 4).flatten(3) for x in parts[:3]]
+    k_words, *k_params, v_words, v_scale, v_zero = pages.split(list(layout.sizes), dim=-1)
+    k_scale, k_zero, v_scale, v_zero = (x.contiguous().view(layout.dtype) for x in (*k_params, v_scale, v_zero))
+    D, padded, k_bits, v_bits = layout.head_dim, layout.padded_dim, layout.k_bits, layout.v_bits
+    k_parts = (
+        _natural_k_code(reference.unpack(k_words, k_bits), padded, k_bits),
+        _natural_k_param(k_scale, padded),
+        _natural_k_param(k_zero, padded),
+    )
+    v_parts = (
+        _natural_v_code(reference.unpack(v_words, v_bits), padded, v_bits),
+        _natural_v_scale(v_scale, layout.v_groups),
+        v_zero.unflatten(-1, (layout.v_groups, PAGE)).mT,
+    )
+    # keys: tokens are the last dimension of their layout, so pages join there: [B, H, D, P * n]
+    k = [x[..., :D].permute(0, 2, 4, 1, 3).flatten(3) for x in k_parts]
     # values: [B, H, P * 128, n]
-    v = [x.transpose(1, 2).flatten(2, 3) for x in parts[3:]]
+    v = [x.transpose(1, 2).flatten(2, 3) for x in v_parts]
     return (
-        Packed(k[0], k[1], k[2], layout.k_bits, layout.group_size, "tokens"),
-        Packed(v[0], v[1], v[2], layout.v_bits, layout.group_size, "channels"),
+        Packed(reference.pack(k[0], k_bits), k[1], k[2], k_bits, layout.group_size, "tokens"),
+        Packed(reference.pack(v[0], v_bits), v[1], v[2], v_bits, layout.group_size, "channels"),
     )
 
 
@@ -137,5 +151,55 @@ def decode_pages(pages: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple
     return k.dequantize(dtype), v.dequantize(dtype)[..., : layout.head_dim]
 
 
-def _pad(x: Tensor, columns: int, rows: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, columns, 0, rows))
+# The physical order of a page. Lane (row 8, pair 4) of a warp holds of a 16 x 16 matrix operand the elements
+# (row + 8 * r0, 8 * r1 + 2 * pair + half): registers (r1, r0) of two halves. Rows are a page's tokens for keys and
+# its channels for values. A half is 16 bits: 16 / bits codes, 16 tokens apart, the `slot`s; `plane` counts halves.
+# Codes are listed as [plane, block of 16 channels, row, pair, r1, r0, half, slot], the last two filling a word.
+
+
+def _order_k_code(code: Tensor, bits: int) -> Tensor:
+    """[..., 128, D] to [..., 128 * D] in a page's order."""
+    code = code.unflatten(-1, (-1, 2, 4, 2)).unflatten(-5, (-1, 16 // bits, 2, 8))
+    return code.movedim((-8, -4, -5, -2, -3, -6, -1, -7), (-8, -7, -6, -5, -4, -3, -2, -1)).flatten(-8)
+
+
+def _natural_k_code(code: Tensor, D: int, bits: int) -> Tensor:
+    """Undo _order_k_code."""
+    code = code.unflatten(-1, (-1, D // 16, 8, 4, 2, 2, 2, 16 // bits))
+    code = code.movedim((-8, -7, -6, -5, -4, -3, -2, -1), (-8, -4, -5, -2, -3, -6, -1, -7))
+    return code.flatten(-4).flatten(-5, -2)
+
+
+def _order_v_code(code: Tensor, bits: int) -> Tensor:
+    """[..., 128, D] to [..., 128 * D] in a page's order."""
+    code = code.unflatten(-1, (-1, 2, 8)).unflatten(-4, (-1, 16 // bits, 2, 4, 2))
+    return code.movedim((-8, -3, -1, -5, -6, -2, -4, -7), (-8, -7, -6, -5, -4, -3, -2, -1)).flatten(-8)
+
+
+def _natural_v_code(code: Tensor, D: int, bits: int) -> Tensor:
+    """Undo _order_v_code."""
+    code = code.unflatten(-1, (-1, D // 16, 8, 4, 2, 2, 2, 16 // bits))
+    code = code.movedim((-8, -7, -6, -5, -4, -3, -2, -1), (-8, -3, -1, -5, -6, -2, -4, -7))
+    return code.flatten(-3).flatten(-6, -2)
+
+
+def _order_k_param(x: Tensor) -> Tensor:
+    """[..., 128 / G, D] to [..., 128 / G * D]: for each pair of lanes, its channels of 32 in a row (of 16, if D has
+    an odd number of them)."""
+    blocks = 2 - x.shape[-1] // 16 % 2
+    return x.unflatten(-1, (-1, blocks, 2, 4, 2)).movedim(-2, -4).flatten(-6)
+
+
+def _natural_k_param(x: Tensor, D: int) -> Tensor:
+    """Undo _order_k_param."""
+    return x.unflatten(-1, (-1, D // 16 // (2 - D // 16 % 2), 4, 2 - D // 16 % 2, 2, 2)).movedim(-4, -2).flatten(-5)
+
+
+def _order_v_scale(x: Tensor) -> Tensor:
+    """[..., 128, n] to [..., 128 * n]: 32 tokens of a group at a time, those of a pair of lanes in a row."""
+    return x.unflatten(-2, (4, 2, 2, 4, 2)).movedim((-1, -3), (-5, -4)).flatten(-6)
+
+
+def _natural_v_scale(x: Tensor, groups: int) -> Tensor:
+    """Undo _order_v_scale."""
+    return x.unflatten(-1, (4, groups, 4, 2, 2, 2)).movedim((-5, -4), (-1, -3)).flatten(-6, -2)

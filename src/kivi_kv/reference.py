@@ -30,14 +30,14 @@ def encode(x: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tenso
     """
     top, size = 2**bits - 1, x.shape[-1]
     groups = grouped(x.float(), group_size)  # [..., N/G, G]
-    low, high = groups.aminmax(dim=-1, keepdim=True)
+    low, high = (x + 0.0 for x in groups.aminmax(dim=-1, keepdim=True))  # -0.0 becomes 0.0
     # bf16 and fp32 ranges can overflow fp32: such a group is computed on halves (exact at that size)
     half = torch.where((high - low).isinf(), 0.5, 1.0)
     zero = low.to(x.dtype)
     limit = torch.finfo(x.dtype).max  # only one-bit groups over the whole range of x.dtype reach it
     scale = ((high * half - low * half) / (top * half)).clamp(max=limit).to(x.dtype)
     step = torch.where(scale == 0, 1.0, scale.float() * half)  # scale 0: a constant group, every code 0
-    code = ((groups * half - zero.float() * half) / step).round().nan_to_num(nan=0.0).clamp(0, top)
+    code = ((groups * half - zero.float() * half) / step).round().nan_to_num(nan=top).clamp(0, top)
     code = torch.where(scale == 0, 0.0, code)
     return code.flatten(-2)[..., :size].int(), scale.squeeze(-1), zero.squeeze(-1)
 

@@ -101,14 +101,12 @@ class KVStorage:
         S = self.config.sink_length
         return torch.where(token < S, token, S + (token - S) % self.config.ring_length)
 
-    def dense_mask(self) -> Tensor:
-        """Which dense rows hold a token, [B, rows] bool."""
+    def dense_tokens(self) -> Tensor:
+        """Which token each dense row holds, [B, rows] int64; lengths or more where it holds none."""
         S, ring = self.config.sink_length, self.config.ring_length
         row = torch.arange(self.dense_k.shape[2], device=self.table.device)
-        start = (self.packed * PAGE)[:, None]  # first token of the ring, counted behind the sinks
-        count = (self.lengths - S)[:, None] - start
-        age = (row - S - start) % ring
-        return torch.where(row < S, row < self.lengths[:, None], age < count)
+        start = (self.packed.long() * PAGE)[:, None]  # first token of the ring, counted behind the sinks
+        return torch.where(row < S, row, S + start + (row - S - start) % ring)
 
 
 def dense_rows(config: KiviConfig, max_tokens: int | None) -> int:

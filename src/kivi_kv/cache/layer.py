@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE, KiviConfig
-from ..format import decode_pages, to_pages
-from ..ops import attend, dense_attention
+from ..format import decode_pages
+from ..ops import attend, choose, dense_attention, write_pages
 from ..ops.checks import check_finite, check_kv, check_shape
 from ..storage import KVStorage
 from . import edits, slots
 
 DenseAttention = Callable[..., Tensor]  # (q, k, v, **options)
-_PACK_BLOCK = 16  # pages quantized at a time: bounds the scratch of a long prompt
+_PACK_BLOCK = 16  # pages quantized at a time by the reference: bounds its scratch for a long prompt
 
 
 class LayerCache:
@@ -25,6 +25,8 @@ class LayerCache:
     (exactly that many unless it was cropped). Every token is quantized once, when its page is packed.
 
     Without max_tokens storage grows, by pages at first, then by eighths. With it, everything is allocated here.
+    backend: "reference", "triton", or None for the fastest that runs here (see ops.dispatch); `backends` says which
+    runs each operator.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class LayerCache:
         dtype: torch.dtype = torch.float16,
         device: torch.device | str = "cpu",
         max_tokens: int | None = None,
+        backend: str | None = None,
     ) -> None:
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ValueError(f"max_tokens: expected a positive int or None, got {max_tokens!r}")
@@ -50,7 +53,9 @@ class LayerCache:
         self.max_tokens = max_tokens
         self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
         check_kv("head_dim, dtype", self.storage.dense_k)
-        on_cpu = torch.device(device).type == "cpu"
+        device = torch.device(device)
+        self.backends = {op: choose(op, device, dtype, backend) for op in ("quantize", "attend")}
+        on_cpu = device.type == "cpu"
         self.checked = on_cpu if config.checked is None else config.checked
 
     @property
@@ -161,13 +166,17 @@ class LayerCache:
             self._append(rows, k, v)
             view = self.storage.rows(rows)
             plain = self._plain(view)
-            return attend(q, view, **options) if plain is None else dense(q, *plain, **options)
+            return (
+                attend(q, view, **options, backend=self.backends["attend"])
+                if plain is None
+                else dense(q, *plain, **options)
+            )
         usual = options["softcap"] is None and options["sink_logits"] is None
         if usual and not self.storage.lengths[rows].any():
             out = dense(q, k, v, **options)
         else:
             self._make_room(rows)
-            out = attend(q, self.storage.rows(rows), k, v, **options)
+            out = attend(q, self.storage.rows(rows), k, v, **options, backend=self.backends["attend"])
         self._append(rows, k, v)
         return out
 
@@ -233,15 +242,25 @@ class LayerCache:
             return
         s, S = self.storage, self.config.sink_length
         slots.reserve(s, pages)
-        for first in range(packed, pages, _PACK_BLOCK):
-            last = min(first + _PACK_BLOCK, pages)
+        for first, last in self._runs(packed, pages, length):
             start, stop = S + first * PAGE, S + last * PAGE
             k = self._tokens(s.dense_k[rows], start, stop, length, new_k)
             v = self._tokens(s.dense_v[rows], start, stop, length, new_v)
             slot = slots.assign(s, rows, first, last)  # [rows, pages]
-            s.pool[slot.flatten()] = to_pages(k, v, s.layout).flatten(0, 1)
+            write_pages(k, v, s.pool, slot, s.layout, self.backends["quantize"])
             s.table[rows, first:last] = slot
         s.packed[rows] = pages
+
+    def _runs(self, packed: int, pages: int, length: int) -> Iterator[tuple[int, int]]:
+        """Pages to quantize at once. Those of new tokens alone are read where they are, by kernels all at once."""
+        if self.backends["quantize"] == "reference":
+            for first in range(packed, pages, _PACK_BLOCK):
+                yield first, min(first + _PACK_BLOCK, pages)
+            return
+        new = min(max(packed, -(-(length - self.config.sink_length) // PAGE)), pages)
+        for first, last in ((packed, new), (new, pages)):
+            if first < last:
+                yield first, last
 
     def _tokens(self, dense: Tensor, start: int, stop: int, length: int, new: Tensor | None) -> Tensor:
         """Tokens start .. stop - 1, from the ring up to `length` and from `new` behind it, [B, H, T, D]."""

@@ -2,13 +2,16 @@
 
 from .attention import attend
 from .dense_attention import dense_attention
+from .dispatch import choose
 from .packed_matmul import packed_matmul
 from .packing import pack, unpack
 from .quantize import quantize_k, quantize_v
 from .simulate import fake_quantize
+from .write_pages import write_pages
 
 __all__ = [
     "attend",
+    "choose",
     "dense_attention",
     "fake_quantize",
     "pack",
@@ -16,4 +19,5 @@ __all__ = [
     "quantize_k",
     "quantize_v",
     "unpack",
+    "write_pages",
 ]

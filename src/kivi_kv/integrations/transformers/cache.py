@@ -11,10 +11,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...config import PAGE, KiviConfig, KiviWarning
 from ...format import MIN_HEAD_DIM
+from ...ops.dispatch import BACKENDS
 from .attention import NAME, register
 from .layer import KiviLayer
-
-BACKEND = "torch"
 
 
 class KiviCache(DynamicCache):
@@ -24,7 +23,8 @@ class KiviCache(DynamicCache):
     call cache_for(model), which also turns on the attention that reads packed layers.
 
     model_config: the model's config. config: a KiviConfig or a preset's name. max_tokens: allocate room for that
-    many tokens at the first update, and refuse more; None grows as needed.
+    many tokens at the first update, and refuse more; None grows as needed. backend: "reference", "triton", or None
+    for the fastest that runs on the model's device.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class KiviCache(DynamicCache):
         model_config: PreTrainedConfig,
         config: KiviConfig | str = "kivi2",
         max_tokens: int | None = None,
+        backend: str | None = None,
     ) -> None:
+        if backend is not None and backend not in BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {backend!r}")
         self.config = KiviConfig.of(config)
         self.max_tokens = max_tokens
         self.native: dict[int, str] = {}  # layers that keep their own storage, and why
@@ -43,7 +46,7 @@ class KiviCache(DynamicCache):
                 raise ValueError(
                     f"layer_bits: expected none for {type(model_config).__name__}, which names no layers"
                 )
-            self.layer_class_to_replicate = partial(KiviLayer, self.config, max_tokens, self.counts)
+            self.layer_class_to_replicate = partial(KiviLayer, self.config, max_tokens, self.counts, backend)
         beyond = [i for i, _, _ in self.config.layer_bits if self.layers and i >= len(self.layers)]
         if beyond:
             raise ValueError(f"layer_bits: expected layers from 0 to {len(self.layers) - 1}, got {beyond}")
@@ -51,7 +54,7 @@ class KiviCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             reason = _native_reason(layer, text)
             if reason is None:
-                self.layers[index] = KiviLayer(self.config.for_layer(index), max_tokens, self.counts)
+                self.layers[index] = KiviLayer(self.config.for_layer(index), max_tokens, self.counts, backend)
             else:
                 self.native[index] = reason
 
@@ -78,15 +81,16 @@ class KiviCache(DynamicCache):
     def stats(self) -> dict[str, Any]:
         """What the cache holds and how it was used.
 
-        backend; tokens seen; packed_layers; native_layers with the reason for each; pages and dense_tokens, of
-        all rows of the first packed layer; used_bytes (pages and rows that hold tokens) and reserved_bytes
-        (allocated) of the packed layers; materializations and unattended: how often a packed layer was
-        dequantized whole, and how many updates never met the 'kivi' attention. The last two should be 0.
+        backends: what runs each operator, None before the first update; tokens seen; packed_layers; native_layers
+        with the reason for each; pages and dense_tokens, of all rows of the first packed layer; used_bytes (pages
+        and rows that hold tokens) and reserved_bytes (allocated) of the packed layers; materializations and
+        unattended: how often a packed layer was dequantized whole, and how many updates never met the 'kivi'
+        attention. The last two should be 0.
         """
         caches = [layer.cache for layer in self.packed_layers if layer.cache]
         pages = sum(caches[0].packed) if caches else 0
         return {
-            "backend": BACKEND,
+            "backends": dict(caches[0].backends) if caches else None,
             "tokens": self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0,
             "packed_layers": len(self.packed_layers),
             "native_layers": dict(self.native),
@@ -103,12 +107,16 @@ class KiviCache(DynamicCache):
 
 
 def cache_for(
-    model: PreTrainedModel, config: KiviConfig | str = "kivi2", max_tokens: int | None = None
+    model: PreTrainedModel,
+    config: KiviConfig | str = "kivi2",
+    max_tokens: int | None = None,
+    backend: str | None = None,
 ) -> KiviCache:
     """A packed cache for this model; one cache serves one sequence or batch.
 
     Sets the model's attention implementation to 'kivi', which also serves the model's other caches. config is a
-    KiviConfig or a preset's name; max_tokens allocates for that many tokens at once and refuses more.
+    KiviConfig or a preset's name; max_tokens allocates for that many tokens at once and refuses more; backend is
+    "reference", "triton", or None for the fastest that runs on the model's device (KIVI_BACKEND says otherwise).
 
     >>> cache = cache_for(model, "kivi2")
     >>> model.generate(**inputs, past_key_values=cache)
@@ -123,7 +131,7 @@ def cache_for(
         raise ValueError(f"model: expected a decoder-only model, got the encoder-decoder {name}")
     if not getattr(model.config.get_text_config(decoder=True), "is_causal", True):
         raise ValueError(f"model: expected causal attention, got the bidirectional {name}")
-    cache = KiviCache(model.config, config, max_tokens)
+    cache = KiviCache(model.config, config, max_tokens, backend)
     if cache.layers and not cache.packed_layers:
         reasons = ", ".join(f"{reason} ({n})" for reason, n in Counter(cache.native.values()).items())
         warnings.warn(f"{name}: no layer can be packed: {reasons}", KiviWarning, stacklevel=2)

@@ -32,11 +32,16 @@ class KiviLayer(CacheLayerMixin):
     supports_early_init = False  # the first update allocates: it knows batch, heads, dtype and device
 
     def __init__(
-        self, config: KiviConfig, max_tokens: int | None = None, counts: Counter[str] | None = None
+        self,
+        config: KiviConfig,
+        max_tokens: int | None = None,
+        counts: Counter[str] | None = None,
+        backend: str | None = None,
     ) -> None:
         # not super().__init__, which would assign keys and values
         self.config = config
         self.max_tokens = max_tokens
+        self.backend = backend
         self.cache: LayerCache | None = None
         self.is_initialized = False
         self.staged: tuple[Tensor, Tensor] | None = None
@@ -52,7 +57,7 @@ class KiviLayer(CacheLayerMixin):
             )
         B, H, _, D = key_states.shape
         self.cache = LayerCache(
-            self.config, B, H, D, key_states.dtype, key_states.device, max_tokens=self.max_tokens
+            self.config, B, H, D, key_states.dtype, key_states.device, self.max_tokens, self.backend
         )
         self.is_initialized = True
 

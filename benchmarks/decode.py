@@ -1,0 +1,172 @@
+"""One decode step of attention over a packed cache beside torch's own attention over a dense one, on a GPU.
+
+    python benchmarks/decode.py [--shapes 1 2 | --lengths] [--presets kivi2 ...] [--out FILE.csv] [--plot FILE.png]
+
+Each provider is checked against fp64 attention over the values that it reads before it is timed. Medians of graph
+replays; GB/s count everything that the launch must read, of which "read" is the share of the bandwidth at which a
+sum reads, measured in the same run.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import copies, eager_us, gate, graph_us, read_bandwidth, relative_error, write_csv
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kivi_kv import KiviConfig
+from kivi_kv.format import decode_pages
+from kivi_kv.ops import attend
+from kivi_kv.ops.kernels.quantize import write_pages
+from kivi_kv.reference import attend as exact
+from kivi_kv.storage import KVStorage
+
+SHAPES = {  # B, HQ, H, T
+    1: (1, 32, 8, 32768),
+    2: (1, 32, 8, 131072),
+    3: (8, 32, 8, 32768),
+    4: (32, 32, 8, 8192),
+    5: (64, 32, 8, 4096),
+    6: (8, 32, 32, 8192),
+    7: (1, 64, 8, 131072),
+}
+LENGTHS = [(B, 32, 8, 1 << n) for B in (1, 8, 64) for n in range(8, 18) if B << n <= 1 << 20]
+D = 128
+SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def filled(config: KiviConfig, k: Tensor, v: Tensor) -> KVStorage:
+    """A storage that holds k and v [B, H, T, D], without the waits of a cache."""
+    B, H, T, _ = k.shape
+    storage = KVStorage.empty(config, B, H, D, k.dtype, "cuda", T)
+    P, S = config.pages(T), config.sink_length
+    if P:
+        slots = torch.arange(P * B, dtype=torch.int32, device="cuda").view(P, B).T.contiguous()
+        packed = slice(S, S + P * 128)
+        write_pages(k[:, :, packed], v[:, :, packed], storage.pool, slots, storage.layout)
+        storage.table.copy_(slots)
+    storage.lengths.fill_(T)
+    storage.packed.fill_(P)
+    for start, stop in ((0, min(S, T)), (S + P * 128, T)):
+        if start < stop:
+            index = storage.dense_index(start, stop)
+            storage.dense_k[:, :, index], storage.dense_v[:, :, index] = k[:, :, start:stop], v[:, :, start:stop]
+    return storage
+
+
+def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
+    """K and V of the first rows as the storage holds them, in any order of tokens, fp32."""
+    pages = storage.pool[storage.table[:rows].long()]
+    k, v = decode_pages(pages, storage.layout, torch.float32)
+    stored = (storage.dense_tokens()[0] < storage.lengths[0]).nonzero().flatten()
+    dense = (x[:rows][:, :, stored].float() for x in (storage.dense_k, storage.dense_v))
+    return tuple(torch.cat(pair, dim=2) for pair in zip((k, v), dense, strict=True))
+
+
+def sdpa(backend: str, by_rows: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """by_rows: the query heads of a kv head as query tokens, which is the same without a mask."""
+    with sdpa_kernel(SDPA[backend]):
+        if by_rows:
+            B, HQ, _, _ = q.shape
+            return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v).view(B, HQ, 1, D)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def measure(
+    shape: tuple[int, int, int, int], presets: list[str], read: float, dtype: torch.dtype, slow: bool
+) -> Any:
+    B, HQ, H, T = shape
+    limit = 2e-3 if dtype == torch.float16 else 5e-3
+    q = torch.randn(B, HQ, 1, D, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, B, H, T, D, device="cuda", dtype=dtype)
+    result: dict[str, tuple[float, int]] = {}
+
+    def add(name: str, calls: list[Callable[[], Tensor]], expected: Tensor, nbytes: int) -> None:
+        rows = expected.shape[0]
+        gate(f"{name} {shape}", relative_error(calls[0]()[:rows], expected), limit)
+        result[name] = graph_us(calls), nbytes
+
+    rows = max(1, min(B, (1 << 19) // T // (HQ // H)))  # fp64 is checked on these
+    expected = exact(q[:rows], k[:rows], v[:rows], D**-0.5)
+    sets = [(k, v)] + [(k.clone(), v.clone()) for _ in range(copies(2 * k.nbytes) - 1)]
+    for backend in SDPA:
+        for by_rows in (False, True):
+            calls = [lambda kv=kv, b=backend, r=by_rows: sdpa(b, r, q, *kv) for kv in sets]
+            try:
+                add(f"fp16 {backend}{' rows' if by_rows else ''}", calls, expected, 2 * k.nbytes)
+            except RuntimeError as error:
+                print(f"{backend}: {str(error).splitlines()[0]}")
+    for preset in presets:
+        storage = filled(KiviConfig.preset(preset), k, v)
+        storages = [storage]
+        for _ in range(copies(storage.used_nbytes) - 1):
+            storages.append(filled(KiviConfig.preset(preset), k, v))
+        calls = [lambda s=s: attend(q, s) for s in storages]
+        expected = exact(q[:rows], *represented(storage, rows), D**-0.5)
+        add(preset, calls, expected, storage.used_nbytes)
+        if slow:
+
+            def dequantize_first(s: KVStorage = storage) -> Tensor:
+                kv = decode_pages(s.pool[s.table.long()], s.layout, dtype)
+                return sdpa("cudnn", False, q, *kv)
+
+            result[f"{preset}, dequantized first"] = eager_us(dequantize_first), 2 * k.nbytes
+        del storage, storages, calls
+    dense = min(us for name, (us, _) in result.items() if name.startswith("fp16"))
+    rows_out = []
+    for name, (us, nbytes) in result.items():
+        row = {"B": B, "HQ": HQ, "H": H, "T": T, "dtype": str(dtype)[6:], "provider": name, "us": round(us, 1)}
+        row |= {"GB/s": round(nbytes / us / 1e3), "of read": round(nbytes / us * 1e6 / read, 3)}
+        rows_out.append(row | {"fp16 / this": round(dense / us, 2)})
+        print("  ".join(f"{value}" for value in rows_out[-1].values()), flush=True)
+    return rows_out
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = sorted({row["B"] for row in rows})
+    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), squeeze=False)
+    for axis, B in zip(axes[0], batches, strict=True):
+        for name in dict.fromkeys(row["provider"] for row in rows):
+            points = sorted((row["T"], row["us"]) for row in rows if row["B"] == B and row["provider"] == name)
+            axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axis.set(
+            title=f"batch {B}, 32 query heads, 8 kv heads, D 128", xlabel="tokens", ylabel="µs per decode step"
+        )
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--lengths", action="store_true", help="256 to 131,072 tokens at batch 1, 8 and 64 instead")
+    parser.add_argument("--presets", nargs="*", default=["kivi2", "kivi4", "balanced"])
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--slow", action="store_true", help="also dequantize first, then attend")
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
+    parser.add_argument("--plot", type=Path, help="time over length, with --lengths")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    read = read_bandwidth()
+    print(f"read bandwidth {read / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    rows = []
+    for shape in LENGTHS if args.lengths else [SHAPES[n] for n in args.shapes]:
+        rows += measure(shape, args.presets, read, getattr(torch, args.dtype), args.slow)
+        write_csv(args.out, rows)
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Quantize and pack K and V into pages: bytes read and written per second beside a copy, on a GPU.
+
+    python benchmarks/quantize.py [--out FILE.csv]
+
+Pages are compared with the reference, bit for bit, before anything is timed.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from timing import copy_bandwidth, graph_us, write_csv
+
+from kivi_kv import KiviConfig
+from kivi_kv.format import PageLayout, to_pages
+from kivi_kv.ops.kernels.quantize import write_k_pages, write_v_pages
+
+SHAPE = (8, 8, 32768, 128)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
+    args = parser.parse_args()
+    B, H, T, D = SHAPE
+    copy = copy_bandwidth()
+    print(f"copy bandwidth {copy / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    rows = []
+    for dtype in (torch.float16, torch.bfloat16):
+        # strided as a projection leaves it: [B, T, H, D]
+        k, v = (torch.randn(B, T, H, D, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(2))
+        for bits, group_size in ((2, 32), (2, 64), (2, 128), (4, 32), (4, 64), (4, 128), (8, 32)):
+            layout = PageLayout.of(KiviConfig(bits, bits, group_size), D, dtype)
+            P = T // 128
+            slots = torch.randperm(B * P, device="cuda", dtype=torch.int32).view(B, P)
+            pool = torch.full((B * P, H, layout.words), -1, dtype=torch.int32, device="cuda")
+            write_k_pages(k, pool, slots, layout)
+            write_v_pages(v, pool, slots, layout)
+            part = slice(T - 1024, T)
+            expected = to_pages(k[:, :, part], v[:, :, part], layout)
+            if not torch.equal(pool[slots[:, -8:].long()], expected):
+                raise SystemExit(f"{bits} bits, group {group_size}: differs from the reference; not timed")
+            half = sum(layout.sizes[:3]), sum(layout.sizes[3:])
+            for name, write, x, words in (("K", write_k_pages, k, half[0]), ("V", write_v_pages, v, half[1])):
+                us = graph_us([lambda w=write, x=x, p=pool, s=slots, la=layout: w(x, p, s, la)])
+                nbytes = x.nbytes + B * P * H * words * 4
+                rows.append(
+                    {"of": name, "dtype": str(dtype)[6:], "bits": bits, "group": group_size, "us": round(us, 1)}
+                    | {"GB/s": round(nbytes / us / 1e3), "of copy": round(nbytes / us * 1e6 / copy, 3)}
+                )
+                print("  ".join(f"{value}" for value in rows[-1].values()), flush=True)
+    write_csv(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
