@@ -9,12 +9,12 @@ def combine_kernel(
     part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, H, M, SPLITS,
     GQ: tl.constexpr, D: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query: weights exp2(lse). out [B, HQ, M, D]; lse [B, HQ, M], natural."""
+    """Merge the splits of DB channels of one query, weighted by exp2(lse). out [B, HQ, M, D], lse [B, HQ, M] natural."""
     column, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     gq, query = column % GQ, column // GQ
     COLUMNS = M * GQ
-    d, s = tl.arange(0, DB), tl.arange(0, BLOCK)
+    d, s = tl.program_id(2) * DB + tl.arange(0, DB), tl.arange(0, BLOCK)
     at = bh.to(tl.int64) * SPLITS * COLUMNS + column
     m = -1e30
     for first in range(0, SPLITS, BLOCK):

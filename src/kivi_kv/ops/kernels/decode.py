@@ -255,10 +255,11 @@ def attend_kernel(
         WINDOWED=window is not None, K_KIND=k_kind, V_KIND=fp16_kind,
         UPCAST=upcast, num_warps=_TILES[NC], num_stages=2,
     )  # fmt: skip
-    combine_kernel[(COLUMNS, B * H)](
+    block = min(DB, 32)  # channels: many programs, since each reads all splits
+    combine_kernel[(COLUMNS, B * H, triton.cdiv(D, block))](
         part, part_lse, part_lse if sink_logits is None else sink_logits, out, lse, *out.stride()[:3], H, M, splits,
-        GQ=GQ, D=D, DB=DB, BLOCK=min(64, triton.next_power_of_2(splits)), HAS_SINK=sink_logits is not None,
-        num_warps=4 if splits > 16 else 1,
+        GQ=GQ, D=D, DB=block, BLOCK=min(64, triton.next_power_of_2(splits)), HAS_SINK=sink_logits is not None,
+        num_warps=2 if splits > 16 else 1,
     )  # fmt: skip
     return out, lse
 
