@@ -9,7 +9,7 @@ def combine_kernel(
     part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, H, M, SPLITS,
     GQ: tl.constexpr, D: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of DB channels of one query, weighted by exp2(lse). out [B, HQ, M, D], lse [B, HQ, M] natural."""
+    """Merge the splits of DB channels of one query by weights exp2(lse). out [B, HQ, M, D], lse [B, HQ, M]."""
     column, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     gq, query = column % GQ, column // GQ
