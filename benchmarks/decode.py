@@ -60,11 +60,12 @@ def filled(config: KiviConfig, k: Tensor, v: Tensor) -> KVStorage:
 
 def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
     """K and V of the first rows as the storage holds them, in any order of tokens, fp32."""
-    pages = storage.pool[storage.table[:rows].long()]
-    k, v = decode_pages(pages, storage.layout, torch.float32)
     stored = (storage.dense_tokens()[0] < storage.lengths[0]).nonzero().flatten()
-    dense = (x[:rows][:, :, stored].float() for x in (storage.dense_k, storage.dense_v))
-    return tuple(torch.cat(pair, dim=2) for pair in zip((k, v), dense, strict=True))
+    k, v = (x[:rows][:, :, stored].float() for x in (storage.dense_k, storage.dense_v))
+    if storage.table.shape[1]:
+        packed = decode_pages(storage.pool[storage.table[:rows].long()], storage.layout, torch.float32)
+        k, v = (torch.cat(pair, dim=2) for pair in zip(packed, (k, v), strict=True))
+    return k, v
 
 
 def sdpa(backend: str, by_rows: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Matrix product with a packed right-hand side: codes become numbers in registers, on the way into the product."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _BLOCK_K, _BLOCK_WORDS = 16, 32, 32  # rows of a, and of the packed matrix, and words of each, in a step
+_WARPS_PER_SM = 8
+
+
+@triton.jit
+def _pairs(parts, N: tl.constexpr):
+    """Join part i of N with part i + N / 2, elementwise: [R, W, n] twice to [R, W, 2 n]."""
+    R: tl.constexpr = parts[0].shape[0]
+    W: tl.constexpr = parts[0].shape[1]
+    n: tl.constexpr = parts[0].shape[2]
+    joined = ()
+    for i in tl.static_range(N // 2):
+        joined = joined + (tl.join(parts[i], parts[i + N // 2]).reshape([R, W, 2 * n]),)
+    return joined
+
+
+@triton.jit
+def _lane_codes(words, LANE: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
+    """Codes of one lane of words as numbers: the low bits of a mantissa, less the number that the rest of it is."""
+    code = (words >> (LANE * BITS)) & ((1 << BITS) - 1)
+    if BITS == 8 and DOT == tl.bfloat16 or DOT == tl.float32:
+        number = code.to(tl.float32).to(DOT)
+    else:
+        ORIGIN: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300  # 1024 in fp16, 128 in bf16
+        number = (code | ORIGIN).to(tl.int16).to(DOT, bitcast=True) - (1024.0 if DOT == tl.float16 else 128.0)
+    return number
+
+
+@triton.jit(do_not_specialize=["M", "K", "W", "SPLIT_K", "SPLITS"])
+def packed_matmul_kernel(
+    a_ptr, code_ptr, scale_ptr, zero_ptr, out_ptr,
+    stride_ab, stride_ah, stride_am, stride_ak, stride_cb, stride_ch, stride_ck, stride_cw,
+    stride_sb, stride_sh, stride_sk, stride_sg, stride_zb, stride_zh, stride_zk, stride_zg,
+    H, M, K, W, SPLIT_K, SPLITS,
+    GQ: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    DOT: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """out [SPLITS, B, HQ, M, N] fp32: R rows (query tokens of a kv head's heads) by BW words, over one split of K.
+
+    a . (code * scale + zero) = (a . (code * scale)) + a . zero: one product per lane of the words, and one for all.
+    GUARD keeps code * scale within fp16.
+    """
+    LANES: tl.constexpr = 32 // BITS
+    tile, rows = tl.program_id(0) % tl.cdiv(W, BW), tl.program_id(0) // tl.cdiv(W, BW)
+    bh, split = tl.program_id(1), tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    row = rows * R + tl.arange(0, R)
+    word = tile * BW + tl.arange(0, BW)
+    inside = word < W
+    # row = query head of the group * M + query token
+    a_row = a_ptr + b * stride_ab + (h * GQ + row // M) * stride_ah + (row % M).to(tl.int64) * stride_am
+    code_ptr += b * stride_cb + h * stride_ch + word.to(tl.int64) * stride_cw
+    scale_ptr += b * stride_sb + h * stride_sh
+    zero_ptr += b * stride_zb + h * stride_zh
+    SHARED: tl.constexpr = G % LANES == 0  # all lanes of a word are of one group
+    acc, zeros = (), ()
+    for lane in tl.static_range(LANES):
+        acc = acc + (tl.zeros([R, BW], tl.float32),)
+        if lane == 0 or not SHARED:
+            zeros = zeros + (tl.zeros([R, BW], tl.float32),)
+    for start in range(split * SPLIT_K, tl.minimum((split + 1) * SPLIT_K, K), BK):
+        k = start + tl.arange(0, BK)
+        mask = (k < K)[:, None] & inside[None, :]
+        k = k.to(tl.int64)
+        a_mask = (row < GQ * M)[:, None] & (k < K)[None, :]
+        a = tl.load(a_row[:, None] + k[None, :] * stride_ak, mask=a_mask, other=0.0).to(DOT)
+        words = tl.load(code_ptr[None, :] + k[:, None] * stride_ck, mask=mask, other=0)
+        sums, zero_sums = (), ()
+        for lane in tl.static_range(LANES):
+            if lane == 0 or not SHARED:
+                group = ((word * LANES + lane) // G).to(tl.int64)
+                scale = tl.load(
+                    scale_ptr + k[:, None] * stride_sk + group[None, :] * stride_sg, mask=mask, other=0.0
+                )
+                scale = (scale.to(tl.float32) * GUARD).to(DOT)
+                zero = tl.load(zero_ptr + k[:, None] * stride_zk + group[None, :] * stride_zg, mask=mask, other=0.0)
+                zero_sums = zero_sums + (tl.dot(a, zero.to(DOT), zeros[lane], input_precision="ieee"),)
+            value = _lane_codes(words, lane, BITS, DOT) * scale
+            sums = sums + (tl.dot(a, value, acc[lane], input_precision="ieee"),)
+        acc, zeros = sums, zero_sums
+    parts = ()
+    for lane in tl.static_range(LANES):
+        parts = parts + ((acc[lane] * (1.0 / GUARD) + zeros[0 if SHARED else lane])[:, :, None],)
+    if LANES == 16:
+        parts = _pairs(parts, 16)
+    if LANES >= 8:
+        parts = _pairs(parts, 8)
+    parts = _pairs(_pairs(parts, 4), 2)
+    n = tile * (BW * LANES) + tl.arange(0, BW * LANES)
+    N = W.to(tl.int64) * LANES
+    at = out_ptr + ((split * (tl.num_programs(1) // H) + b) * H + h) * (GQ * M) * N + row.to(tl.int64)[:, None] * N
+    tl.store(at + n[None, :], parts[0].reshape([R, BW * LANES]), mask=(row < GQ * M)[:, None] & (n < N)[None, :])
+
+
+def packed_matmul_triton(
+    group_size: int, a: Tensor, code: Tensor, scale: Tensor, zero: Tensor, bits: int, out_dtype: torch.dtype
+) -> Tensor:
+    """ops.packed_matmul by the kernel above. Arguments must have been checked."""
+    B, HQ, M, K = a.shape
+    H, W = code.shape[1], code.shape[3]
+    GQ, lanes = HQ // H, 32 // bits
+    BW = min(_BLOCK_WORDS, max(8, triton.next_power_of_2(W)))
+    warps = BW // 8
+    tiles = triton.cdiv(W, BW) * triton.cdiv(GQ * M, _ROWS)
+    # a short N leaves programs free: they share K
+    splits = max(1, min(triton.cdiv(K, 4 * _BLOCK_K), _warps(a.device) // (warps * tiles * B * H)))
+    split_k = triton.cdiv(triton.cdiv(K, splits), _BLOCK_K) * _BLOCK_K
+    splits = triton.cdiv(K, split_k)
+    upcast = triton.knobs.runtime.interpret and a.dtype == torch.bfloat16  # the interpreter has no product of bf16
+    dot = tl.float32 if upcast else tl.float16 if a.dtype == torch.float16 else tl.bfloat16
+    out = torch.empty((splits, B, HQ, M, W * lanes), dtype=torch.float32, device=a.device)
+    packed_matmul_kernel[(tiles, B * H, splits)](
+        a, code, scale, zero, out, *a.stride(), *code.stride(), *scale.stride(), *zero.stride(),
+        H, M, K, W, split_k, splits,
+        GQ=GQ, BITS=bits, G=group_size, R=_ROWS, BK=_BLOCK_K, BW=BW, DOT=dot,
+        GUARD=0.25 if a.dtype == torch.float16 else 1.0, num_warps=warps,
+        num_stages=1,  # more of them keep the unpacking from the operand's registers
+    )  # fmt: skip
+    return (out[0] if splits == 1 else out.sum(0)).to(out_dtype)
+
+
+@lru_cache(maxsize=64)
+def _warps(device: torch.device) -> int:
+    """Warps that fill the device."""
+    if device.type != "cuda":
+        return 16  # the interpreter: a few splits
+    return torch.cuda.get_device_properties(device).multi_processor_count * _WARPS_PER_SM
