@@ -27,7 +27,7 @@ def _pairs(parts, N: tl.constexpr):
 def _lane_codes(words, LANE: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
     """Codes of one lane of words as numbers: the low bits of a mantissa, less the number that the rest of it is."""
     code = (words >> (LANE * BITS)) & ((1 << BITS) - 1)
-    if BITS == 8 and DOT == tl.bfloat16 or DOT == tl.float32:
+    if (BITS == 8 and DOT == tl.bfloat16) or DOT == tl.float32:
         number = code.to(tl.float32).to(DOT)
     else:
         ORIGIN: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300  # 1024 in fp16, 128 in bf16
