@@ -25,13 +25,21 @@ def _pairs(parts, N: tl.constexpr):
 
 @triton.jit
 def _lane_codes(words, LANE: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """Codes of one lane of words as numbers: the low bits of a mantissa, less the number that the rest of it is."""
-    code = (words >> (LANE * BITS)) & ((1 << BITS) - 1)
+    """Codes of one lane of words as numbers: mantissa bits where they stand, less what the rest of the number is.
+
+    One shift serves all the lanes of a half word that a mantissa holds at once; the arithmetic on halves is paired.
+    """
     if (BITS == 8 and DOT == tl.bfloat16) or DOT == tl.float32:
-        number = code.to(tl.float32).to(DOT)
+        number = ((words >> (LANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32).to(DOT)
     else:
-        ORIGIN: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300  # 1024 in fp16, 128 in bf16
-        number = (code | ORIGIN).to(tl.int16).to(DOT, bitcast=True) - (1024.0 if DOT == tl.float16 else 128.0)
+        MANTISSA: tl.constexpr = 10 if DOT == tl.float16 else 7
+        ORIGIN: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300  # 2^MANTISSA
+        FIT: tl.constexpr = MANTISSA // BITS  # codes of a half word that a mantissa holds at once
+        SHIFT: tl.constexpr = LANE * BITS // 16 * 16 + LANE * BITS % 16 // (FIT * BITS) * (FIT * BITS)
+        AT: tl.constexpr = LANE * BITS - SHIFT
+        MASK: tl.constexpr = ((1 << BITS) - 1) << AT
+        number = (((words >> SHIFT).to(tl.int16) & MASK) | ORIGIN).to(DOT, bitcast=True)
+        number = number * (1.0 / (1 << AT)) - (1 << MANTISSA) / (1 << AT)
     return number
 
 
@@ -108,8 +116,8 @@ def packed_matmul_triton(
     B, HQ, M, K = a.shape
     H, W = code.shape[1], code.shape[3]
     GQ, lanes = HQ // H, 32 // bits
-    BW = min(_BLOCK_WORDS, max(8, triton.next_power_of_2(W)))
-    warps = BW // 8
+    # a warp's product is 8 words wide; two warps of 16 words would each compute all of it
+    BW, warps = (_BLOCK_WORDS, _BLOCK_WORDS // 8) if W >= _BLOCK_WORDS else (8, 1)
     tiles = triton.cdiv(W, BW) * triton.cdiv(GQ * M, _ROWS)
     # a short N leaves programs free: they share K
     splits = max(1, min(triton.cdiv(K, 4 * _BLOCK_K), _warps(a.device) // (warps * tiles * B * H)))
