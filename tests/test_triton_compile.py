@@ -1,0 +1,24 @@
+"""Kernels compile for devices that are not there, and keep everything in registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compiling.py")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile(arch, tmp_path):
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, SCRIPT, arch], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    reports = json.loads(run.stdout.splitlines()[-1])
+    assert reports
+    if arch in ("sm_80", "sm_90"):
+        spilled = [(name, report) for name, report in reports if report["spills"] or report["LOCAL"]]
+        assert not spilled
