@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import KernelInterface
 
-from kivi_kv import KiviConfig
+from kivi_kv import KiviConfig, quantize_k, quantize_v
 from kivi_kv.format import PageLayout
 from kivi_kv.ops.kernels.decode import attend_kernel
+from kivi_kv.ops.kernels.matmul import packed_matmul_triton
 from kivi_kv.ops.kernels.quantize import write_pages
 from kivi_kv.storage import KVStorage
 
@@ -41,6 +42,13 @@ WRITE = [
     (KiviConfig(4, 4, 32), torch.float16, 64),
 ]
 REPORTED = ("sm_80", "sm_90")  # every variant; elsewhere the first ones, to save time
+# (bits, dtype, D, query heads per kv head, query tokens)
+MATMUL = [
+    (2, torch.float16, 128, 4, 1),
+    (2, torch.bfloat16, 256, 8, 3),
+    (4, torch.bfloat16, 128, 4, 1),
+    (8, torch.bfloat16, 80, 1, 1),
+]
 
 
 @contextlib.contextmanager
@@ -72,6 +80,15 @@ def launches_of_write(config, dtype, D) -> list:
     pool = torch.zeros(8, 3, layout.words, dtype=torch.int32)
     with recorded() as launches:
         write_pages(x, x, pool, torch.zeros(2, 4, dtype=torch.int32), layout)
+    return launches
+
+
+def launches_of_matmul(bits, dtype, D, group, M) -> list:
+    x = torch.zeros(1, 2, 1024, D, dtype=dtype)
+    with recorded() as launches:
+        for packed in (quantize_k(x, bits, 32), quantize_v(x, bits, 32)):
+            a = torch.zeros(1, 2 * group, M, packed.code.shape[2], dtype=dtype)
+            packed_matmul_triton(32, a, packed.code, packed.scale, packed.zero, bits, dtype)
     return launches
 
 
@@ -120,6 +137,7 @@ def main(arch: str) -> None:
     few = None if arch in REPORTED else 2
     launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]
     launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_write(*variant)]
+    launches += [(variant, *x) for variant in MATMUL[:few] for x in launches_of_matmul(*variant)]
     reports = [[f"{kernel.fn.__name__} {variant}", report(kernel, *x, target)] for variant, kernel, *x in launches]
     print(json.dumps(reports))
 
