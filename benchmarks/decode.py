@@ -109,11 +109,11 @@ def measure(
         calls = [lambda s=s: attend(q, s) for s in storages]
         expected = exact(q[:rows], *represented(storage, rows), D**-0.5)
         add(preset, calls, expected, storage.used_nbytes)
-        if slow:
+        if slow and storage.table.shape[1]:
 
             def dequantize_first(s: KVStorage = storage) -> Tensor:
-                kv = decode_pages(s.pool[s.table.long()], s.layout, dtype)
-                return sdpa("cudnn", False, q, *kv)
+                k, v = decode_pages(s.pool[s.table.long()], s.layout, dtype)
+                return sdpa("flash", False, q, k.contiguous(), v.contiguous())
 
             result[f"{preset}, dequantized first"] = eager_us(dequantize_first), 2 * k.nbytes
         del storage, storages, calls

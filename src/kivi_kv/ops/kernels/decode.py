@@ -58,19 +58,20 @@ def _dense_block(
     if UPCAST:
         v = v.to(tl.float32)
     high = p.to(v.dtype)
-    low = (p - high.to(tl.float32)).to(v.dtype)
-    out = tl.dot(v, tl.broadcast_to(high[None], [VG, 32, high.shape[1]]))
-    out = tl.dot(v, tl.broadcast_to(low[None], [VG, 32, low.shape[1]]), out)
+    out = tl.dot(v, tl.broadcast_to(high[None], [VG, 32, high.shape[1]]), input_precision="ieee")
+    if v.dtype == tl.bfloat16:  # whose rounding of weights would show
+        low = (p - high.to(tl.float32)).to(v.dtype)
+        out = tl.dot(v, tl.broadcast_to(low[None], [VG, 32, low.shape[1]]), out)
     return m, sums * alpha + tl.sum(p, 0), acc * alpha[None, None, :] + out, alpha
 
 
-@triton.jit(do_not_specialize=["TABLE", "ROWS", "M", "SPLITS", "WINDOW"])
+@triton.jit(do_not_specialize=["stride_table", "M", "SPLITS", "WINDOW"])
 def decode_kernel(
     q_ptr, pool_ptr, param_ptr, table_ptr, packed_ptr, length_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr,
     out_ptr, lse_ptr, factor, cap,
     stride_qb, stride_qh, stride_qm, stride_table, stride_kb, stride_kh,
     stride_nkb, stride_nkh, stride_nkm, stride_nvb, stride_nvh, stride_nvm,
-    H, ROWS, M, SPLITS, WINDOW,
+    H, M, SPLITS, WINDOW,
     GQ: tl.constexpr, NC: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr,
     GROUPS: tl.constexpr, G: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, WORDS: tl.constexpr,
     V_AT: tl.constexpr, PARAMS_PER_WORD: tl.constexpr, S: tl.constexpr, RING: tl.constexpr, HAS_NEW: tl.constexpr,
@@ -110,7 +111,9 @@ def decode_kernel(
     new_end = 0
     if HAS_NEW:
         new_end = tl.minimum((tile * NC + NC - 1) // GQ + 1, M)
-    pages, dense, new = packed - first_page, tl.cdiv(ROWS, 32), tl.cdiv(new_end, 32)
+    behind = length - S - packed * 128  # tokens of the ring
+    dense_tokens = tl.minimum(length, S) + tl.maximum(behind, 0)
+    pages, dense, new = packed - first_page, tl.cdiv(dense_tokens, 32), tl.cdiv(new_end, 32)
     units = (pages + dense + new).to(tl.int64)
     start, stop = (split * units // SPLITS).to(tl.int32), ((split + 1) * units // SPLITS).to(tl.int32)
 
@@ -139,8 +142,11 @@ def decode_kernel(
         weights = ()
         total = tl.zeros([16, NC], tl.float32)
         for j in tl.static_range(8):
-            weights = weights + (tl.exp2(x[j] - m[None, :]),)
-            total += weights[j]
+            p = tl.exp2(x[j] - m[None, :])
+            total += p
+            if not WIDE:
+                p = p.to(tl.float16)
+            weights = weights + (p,)
         sums = sums * alpha + tl.sum(total, 0)
         acc, acc_zero = page_values(
             pool_ptr, param_ptr, page + V_AT, weights, acc, acc_zero, alpha,
@@ -150,11 +156,10 @@ def decode_kernel(
     # loaded again rather than kept in registers all the while: a policy of its own keeps it a load of its own
     q = _queries(q_ptr, column, stride_qm, stride_qh, COLUMNS, GQ, D, DB, "evict_last")
     for unit in range(tl.maximum(start, pages), tl.minimum(stop, pages + dense)):
-        row = (unit - pages) * 32 + tl.arange(0, 32)
-        age = (row - S - packed * 128) % RING
-        age = tl.where(age < 0, age + RING, age)
-        token = tl.where(row < S, row, S + packed * 128 + age)
-        stored = (token < length) & (row < ROWS)
+        n = (unit - pages) * 32 + tl.arange(0, 32)  # sinks, then the ring, oldest first
+        token = tl.where(n < S, n, n + packed * 128)
+        row = tl.where(n < S, n, S + (token - S) % RING)
+        stored = n < dense_tokens
         seen = token[:, None] >= 0 * column[None, :]
         if WINDOWED:
             seen = token[:, None] > (position - WINDOW)[None, :]
@@ -238,6 +243,7 @@ def attend_kernel(
     fp16_kind = "fp16" if torch.version.hip else "subnormal"
     upcast = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
     k_kind = fp16_kind if q.dtype == torch.float16 else "fp32" if upcast else "bf16"
+    sink_logits = None if sink_logits is None else sink_logits.contiguous()
     part = torch.empty((B, H, splits, COLUMNS, D), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((B, H, splits, COLUMNS), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -247,7 +253,7 @@ def attend_kernel(
         storage.dense_k, storage.dense_v, new_k, new_v, part, part_lse, scale * _LOG2E, (softcap or 0.0) * _LOG2E,
         q.stride(0), q.stride(1), q.stride(2), storage.table.stride(0), *storage.dense_k.stride()[:2],
         *new_k.stride()[:3], *new_v.stride()[:3],
-        H, rows, M, splits, window or 0,
+        H, M, splits, window or 0,
         GQ=GQ, NC=NC, D=D, DP=layout.padded_dim, DB=DB, VB=min(layout.group_size, DB), GROUPS=layout.v_groups,
         G=layout.group_size, K_BITS=layout.k_bits, V_BITS=layout.v_bits, WORDS=layout.words,
         V_AT=sum(layout.sizes[:3]), PARAMS_PER_WORD=4 // layout.dtype.itemsize, S=config.sink_length,
@@ -258,8 +264,8 @@ def attend_kernel(
     block = min(DB, 32)  # channels: many programs, since each reads all splits
     combine_kernel[(COLUMNS, B * H, triton.cdiv(D, block))](
         part, part_lse, part_lse if sink_logits is None else sink_logits, out, lse, *out.stride()[:3], H, M, splits,
-        GQ=GQ, D=D, DB=block, BLOCK=min(64, triton.next_power_of_2(splits)), HAS_SINK=sink_logits is not None,
-        num_warps=2 if splits > 16 else 1,
+        GQ=GQ, D=D, DB=block, BLOCK=64, HAS_SINK=sink_logits is not None,
+        num_warps=2,
     )  # fmt: skip
     return out, lse
 

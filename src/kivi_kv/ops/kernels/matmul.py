@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _BLOCK_K, _BLOCK_WORDS = 16, 32, 32  # rows of a, and of the packed matrix, and words of each, in a step
+_ROWS, _BLOCK_WORDS = 16, 32  # of a step: rows of a, words of each row of the packed matrix
 _WARPS_PER_SM = 8
 
 
@@ -25,12 +25,12 @@ def _pairs(parts, N: tl.constexpr):
 
 @triton.jit
 def _lane_codes(words, LANE: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """Codes of one lane of words as numbers: mantissa bits where they stand, less what the rest of the number is.
+    """Codes of one lane of words, less 2^(BITS - 1): mantissa bits where they stand, less the rest of the number.
 
     One shift serves all the lanes of a half word that a mantissa holds at once; the arithmetic on halves is paired.
     """
     if (BITS == 8 and DOT == tl.bfloat16) or DOT == tl.float32:
-        number = ((words >> (LANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32).to(DOT)
+        number = (((words >> (LANE * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))).to(tl.float32).to(DOT)
     else:
         MANTISSA: tl.constexpr = 10 if DOT == tl.float16 else 7
         ORIGIN: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300  # 2^MANTISSA
@@ -39,23 +39,40 @@ def _lane_codes(words, LANE: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr
         AT: tl.constexpr = LANE * BITS - SHIFT
         MASK: tl.constexpr = ((1 << BITS) - 1) << AT
         number = (((words >> SHIFT).to(tl.int16) & MASK) | ORIGIN).to(DOT, bitcast=True)
-        number = number * (1.0 / (1 << AT)) - (1 << MANTISSA) / (1 << AT)
+        number = number * (1.0 / (1 << AT)) - ((1 << MANTISSA) / (1 << AT) + (1 << (BITS - 1)))
     return number
 
 
-@triton.jit(do_not_specialize=["M", "K", "W", "SPLIT_K", "SPLITS"])
+@triton.jit
+def _add(a, b, total, factor: tl.constexpr, FLUSH: tl.constexpr):
+    """total + a . b, or, if FLUSH, total + (a . b) * factor, the sum in fp32 outside the matrix unit."""
+    if FLUSH:
+        total = tl.dot(a, b, input_precision="ieee") * factor + total
+    else:
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+# strides that grow with the context are not specialized either: no compilation per length
+_LENGTHS = ["M", "K", "W", "SPLIT_K", "SPLITS", "stride_ab", "stride_ah", "stride_am"]
+_LENGTHS += [f"stride_{x}{dim}" for x in "csz" for dim in "bhk"]
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
 def packed_matmul_kernel(
     a_ptr, code_ptr, scale_ptr, zero_ptr, out_ptr,
     stride_ab, stride_ah, stride_am, stride_ak, stride_cb, stride_ch, stride_ck, stride_cw,
     stride_sb, stride_sh, stride_sk, stride_sg, stride_zb, stride_zh, stride_zk, stride_zg,
     H, M, K, W, SPLIT_K, SPLITS,
     GQ: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    DOT: tl.constexpr, GUARD: tl.constexpr,
+    DOT: tl.constexpr, GUARD: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """out [SPLITS, B, HQ, M, N] fp32: R rows (query tokens of a kv head's heads) by BW words, over one split of K.
 
-    a . (code * scale + zero) = (a . (code * scale)) + a . zero: one product per lane of the words, and one for all.
-    GUARD keeps code * scale within fp16.
+    a . (code * scale + zero) = a . ((code - c) * scale) + a . (zero + c * scale), c = 2^(BITS - 1): one product per
+    lane of the words, and one for all. About a group's middle both stay small; from its zero, two long sums of one
+    sign each would cancel. GUARD keeps code * scale within fp16. FLUSH adds each step's products to the sums in
+    fp32: a matrix unit cuts what it adds to a long sum.
     """
     LANES: tl.constexpr = 32 // BITS
     tile, rows = tl.program_id(0) % tl.cdiv(W, BW), tl.program_id(0) // tl.cdiv(W, BW)
@@ -89,15 +106,20 @@ def packed_matmul_kernel(
                 scale = tl.load(
                     scale_ptr + k[:, None] * stride_sk + group[None, :] * stride_sg, mask=mask, other=0.0
                 )
-                scale = (scale.to(tl.float32) * GUARD).to(DOT)
+                scale = scale.to(tl.float32)
                 zero = tl.load(zero_ptr + k[:, None] * stride_zk + group[None, :] * stride_zg, mask=mask, other=0.0)
-                zero_sums = zero_sums + (tl.dot(a, zero.to(DOT), zeros[lane], input_precision="ieee"),)
+                middle = ((zero.to(tl.float32) + scale * (1 << (BITS - 1))) * GUARD).to(DOT)
+                zero_sums = zero_sums + (_add(a, middle, zeros[lane], 1.0 / GUARD, FLUSH),)
+                scale = (scale * GUARD).to(DOT)
             value = _lane_codes(words, lane, BITS, DOT) * scale
-            sums = sums + (tl.dot(a, value, acc[lane], input_precision="ieee"),)
+            sums = sums + (_add(a, value, acc[lane], 1.0 / GUARD, FLUSH),)
         acc, zeros = sums, zero_sums
     parts = ()
     for lane in tl.static_range(LANES):
-        parts = parts + ((acc[lane] * (1.0 / GUARD) + zeros[0 if SHARED else lane])[:, :, None],)
+        total = acc[lane] + zeros[0 if SHARED else lane]
+        if not FLUSH:
+            total = total * (1.0 / GUARD)
+        parts = parts + (total[:, :, None],)
     if LANES == 16:
         parts = _pairs(parts, 16)
     if LANES >= 8:
@@ -117,11 +139,11 @@ def packed_matmul_triton(
     H, W = code.shape[1], code.shape[3]
     GQ, lanes = HQ // H, 32 // bits
     # a warp's product is 8 words wide; two warps of 16 words would each compute all of it
-    BW, warps = (_BLOCK_WORDS, _BLOCK_WORDS // 8) if W >= _BLOCK_WORDS else (8, 1)
+    BW, BK, warps = (_BLOCK_WORDS, 16, _BLOCK_WORDS // 8) if W >= _BLOCK_WORDS else (8, 32, 1)
     tiles = triton.cdiv(W, BW) * triton.cdiv(GQ * M, _ROWS)
     # a short N leaves programs free: they share K
-    splits = max(1, min(triton.cdiv(K, 4 * _BLOCK_K), _warps(a.device) // (warps * tiles * B * H)))
-    split_k = triton.cdiv(triton.cdiv(K, splits), _BLOCK_K) * _BLOCK_K
+    splits = max(1, min(triton.cdiv(K, 4 * BK), _warps(a.device) // (warps * tiles * B * H)))
+    split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     upcast = triton.knobs.runtime.interpret and a.dtype == torch.bfloat16  # the interpreter has no product of bf16
     dot = tl.float32 if upcast else tl.float16 if a.dtype == torch.float16 else tl.bfloat16
@@ -129,8 +151,9 @@ def packed_matmul_triton(
     packed_matmul_kernel[(tiles, B * H, splits)](
         a, code, scale, zero, out, *a.stride(), *code.stride(), *scale.stride(), *zero.stride(),
         H, M, K, W, split_k, splits,
-        GQ=GQ, BITS=bits, G=group_size, R=_ROWS, BK=_BLOCK_K, BW=BW, DOT=dot,
-        GUARD=0.25 if a.dtype == torch.float16 else 1.0, num_warps=warps,
+        GQ=GQ, BITS=bits, G=group_size, R=_ROWS, BK=BK, BW=BW, DOT=dot,
+        GUARD=0.25, FLUSH=K > 1024,
+        num_warps=warps,
         num_stages=1,  # more of them keep the unpacking from the operand's registers
     )  # fmt: skip
     return (out[0] if splits == 1 else out.sum(0)).to(out_dtype)

@@ -84,9 +84,8 @@ def page_values(
     zeros = tl.zeros(acc_zero.shape, tl.float32)
     # weights times the page's largest scale stay within fp16, and of its upper end
     top = tl.max(tl.load(params + every, mask=every < 128 * GROUPS, other=0.0).to(tl.float32), 0)
-    factor = inverse_power(top)
-    if not WIDE:
-        factor = tl.minimum(factor, 2.0)  # the weight alone must fit as well
+    # ... and so do weights alone; a bf16 page's unit below must stay finite
+    factor = tl.minimum(tl.maximum(inverse_power(top), 2.0**-100), 2.0**113 if WIDE else 2.0)
     for j in tl.static_range(8):
         at = j // 2 * (32 * GROUPS) + g[:, None] * 32 + (i // 2 % 4 * 8 + j % 2 * 4 + i // 8 * 2 + i % 2)[None, :]
         scale = tl.load(params + at, mask=(g < GROUPS)[:, None], other=0.0)
@@ -96,16 +95,18 @@ def page_values(
         words = tl.load(pool_ptr + page + j // SLOTS * (DP * 8) + n, mask=n < DP * 8, other=0)
         words = words.reshape([VG, VB // 16, 8, 4, 2, 2]).permute([0, 1, 5, 2, 4, 3]).reshape([VG, VB, 8])
         code = slot_codes(words, j % SLOTS, BITS, KIND).reshape([VG, VB, 16])
-        weight = weights[j] * (factor * _v_unit(j % SLOTS, BITS, KIND))
         if WIDE:
+            weight = weights[j] * (factor * _v_unit(j % SLOTS, BITS, KIND))
             product = (weight[None, :, :] * scale.to(tl.float32)[:, :, None]).to(tl.float16)
             if UPCAST:
                 zero = zero.to(tl.float32)
             high = weights[j].to(zero.dtype)
             zeros = tl.dot(zero, (weights[j] - high.to(tl.float32)).to(zero.dtype), zeros, input_precision="ieee")
         else:
-            product = weight.to(tl.float16)[None, :, :] * scale[:, :, None]
-            high = weights[j].to(tl.float16)
+            high = weights[j]
+            product = (high * (factor * _v_unit(j % SLOTS, BITS, KIND)).to(tl.float16))[None, :, :] * scale[
+                :, :, None
+            ]
         sums = tl.dot(code, product, sums)
         zeros = tl.dot(zero, high, zeros, input_precision="ieee")
     acc = acc * alpha[None, None, :] + sums * ((16777216.0 if KIND == "subnormal" else 1.0) / factor)

@@ -87,7 +87,7 @@ def _encode(x, low, high, LIMIT: tl.constexpr, BITS: tl.constexpr, FUSED: tl.con
         code = _divide(x - low, step, estimate, FUSED)
     elif dtype == tl.bfloat16:
         # bring the step to [1, 2), so that nothing can underflow. Powers of two are exact, and so is x * unit
-        unit = half * inverse_power(step * half)
+        unit = tl.where(constant, 0.0, half * inverse_power(step * half))
         step, shift = step * unit, low * unit
         estimate = tl.where(constant, 0.0, 1.0 / tl.where(constant, 1.0, step))
         code = _divide(tl.fma(x, unit, -shift), step, estimate, FUSED)
