@@ -8,14 +8,15 @@ from torch import Tensor
 
 from ..storage import KVStorage
 from .checks import check_shape
-from .dispatch import choose
+from .dispatch import choose, on_device
 from .torch_attention import attend_torch
 
 
-def _attend_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _attend_triton(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     from .kernels.decode import attend_kernel  # triton need not be installed
 
-    return attend_kernel(*args, **kwargs)
+    with on_device(q.device):
+        return attend_kernel(q, *args, **kwargs)
 
 
 _ATTEND: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reference": attend_torch, "triton": _attend_triton}

@@ -1,6 +1,7 @@
 """Which implementation runs: one table, chosen once per cache."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -33,6 +34,11 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: str | Non
     if why:
         raise ValueError(f"{source}: triton cannot run here, {why}")
     return backend
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on that device: a model may be split over several, and Triton launches on the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _why_not_triton(op: str, device: torch.device, dtype: torch.dtype) -> str | None:

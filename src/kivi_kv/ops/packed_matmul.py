@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from .checks import check_bits, check_float, check_group_size, check_shape
-from .dispatch import choose
+from .dispatch import choose, on_device
 
 _ROWS = 1024  # rows of the packed matrix that are dequantized at a time
 
@@ -73,10 +73,11 @@ def _matmul_torch(
     return out.view(B, HQ, M, N).to(out_dtype)
 
 
-def _matmul_triton(*args: Any) -> Tensor:
+def _matmul_triton(group_size: int, a: Tensor, *args: Any) -> Tensor:
     from .kernels.matmul import packed_matmul_triton  # triton need not be installed
 
-    return packed_matmul_triton(*args)
+    with on_device(a.device):
+        return packed_matmul_triton(group_size, a, *args)
 
 
 _MATMUL: dict[str, Callable[..., Tensor]] = {"reference": _matmul_torch, "triton": _matmul_triton}

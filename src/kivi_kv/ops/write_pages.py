@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..format import PageLayout, to_pages
-from .dispatch import choose
+from .dispatch import choose, on_device
 
 
 def _write_reference(k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) -> None:
@@ -15,7 +15,8 @@ def _write_reference(k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, layout: 
 def _write_triton(k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) -> None:
     from .kernels.quantize import write_pages  # triton need not be installed
 
-    write_pages(k, v, pool, slots, layout)
+    with on_device(k.device):
+        write_pages(k, v, pool, slots, layout)
 
 
 _WRITE: dict[str, Callable[..., None]] = {"reference": _write_reference, "triton": _write_triton}
