@@ -120,35 +120,47 @@ def to_pages(k: Tensor, v: Tensor, layout: PageLayout) -> Tensor:
     return torch.cat([x.contiguous().view(torch.int32) for x in parts], dim=-1)
 
 
-def from_pages(pages: Tensor, layout: PageLayout) -> tuple[Packed, Packed]:
-    """Pages [B, P, H, words] int32 to K and V in the plain layouts, T = P * 128."""
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def page_parts(pages: Tensor, layout: PageLayout) -> tuple[Parts, Parts]:
+    """Codes, one a byte (uint8), scales and zeros of pages [B, P, H, words], T = P * 128.
+
+    Of K: [B, H, D, T] and [B, H, D, T / G]; of V: [B, H, T, padded D] and [B, H, T, ceil(D / G)].
+    """
     k_words, *k_params, v_words, v_scale, v_zero = pages.split(list(layout.sizes), dim=-1)
     k_scale, k_zero, v_scale, v_zero = (x.contiguous().view(layout.dtype) for x in (*k_params, v_scale, v_zero))
-    D, padded, k_bits, v_bits = layout.head_dim, layout.padded_dim, layout.k_bits, layout.v_bits
+    D, padded = layout.head_dim, layout.padded_dim
     k_parts = (
-        _natural_k_code(reference.unpack(k_words, k_bits), padded, k_bits),
+        _natural_k_code(reference.unpack(k_words, layout.k_bits).to(torch.uint8), padded, layout.k_bits),
         _natural_k_param(k_scale, padded),
         _natural_k_param(k_zero, padded),
     )
     v_parts = (
-        _natural_v_code(reference.unpack(v_words, v_bits), padded, v_bits),
+        _natural_v_code(reference.unpack(v_words, layout.v_bits).to(torch.uint8), padded, layout.v_bits),
         _natural_v_scale(v_scale, layout.v_groups),
         v_zero.unflatten(-1, (layout.v_groups, PAGE)).mT,
     )
     # keys: tokens are the last dimension of their layout, so pages join there: [B, H, D, P * n]
-    k = [x[..., :D].permute(0, 2, 4, 1, 3).flatten(3) for x in k_parts]
+    k_code, k_scale, k_zero = (x[..., :D].permute(0, 2, 4, 1, 3).flatten(3) for x in k_parts)
     # values: [B, H, P * 128, n]
-    v = [x.transpose(1, 2).flatten(2, 3) for x in v_parts]
+    v_code, v_scale, v_zero = (x.transpose(1, 2).flatten(2, 3) for x in v_parts)
+    return (k_code, k_scale, k_zero), (v_code, v_scale, v_zero)
+
+
+def from_pages(pages: Tensor, layout: PageLayout) -> tuple[Packed, Packed]:
+    """Pages [B, P, H, words] int32 to K and V in the plain layouts, T = P * 128."""
+    k, v = page_parts(pages, layout)
     return (
-        Packed(reference.pack(k[0], k_bits), k[1], k[2], k_bits, layout.group_size, "tokens"),
-        Packed(reference.pack(v[0], v_bits), v[1], v[2], v_bits, layout.group_size, "channels"),
+        Packed(reference.pack(k[0], layout.k_bits), k[1], k[2], layout.k_bits, layout.group_size, "tokens"),
+        Packed(reference.pack(v[0], layout.v_bits), v[1], v[2], layout.v_bits, layout.group_size, "channels"),
     )
 
 
 def decode_pages(pages: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Pages [B, P, H, words] to dequantized K and V [B, H, P * 128, D]."""
-    k, v = from_pages(pages, layout)
-    return k.dequantize(dtype), v.dequantize(dtype)[..., : layout.head_dim]
+    k, v = (reference.decode(*parts, layout.group_size, dtype) for parts in page_parts(pages, layout))
+    return k.mT, v[..., : layout.head_dim]
 
 
 # The physical order of a page. Lane (row 8, pair 4) of a warp holds of a 16 x 16 matrix operand the elements

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..config import PAGE
-from ..format import Packed, from_pages
+from ..format import Parts, page_parts
 from ..storage import KVStorage
 
 # fp32 elements of one block of K or of logits: bounds scratch; fits a CPU's cache, fills a GPU
@@ -62,15 +62,15 @@ def _stored_blocks(storage: KVStorage, pages_per_block: int) -> Iterator[Block]:
     for start in range(0, most, pages_per_block):
         stop = min(start + pages_per_block, most)
         pages = storage.pool[storage.table[:, start:stop].clamp(min=0)]  # [B, P, H, words]
-        k, v = from_pages(pages, storage.layout)
+        k, v = (_values(parts, storage.layout.group_size) for parts in page_parts(pages, storage.layout))
         mask = None
         if stop > least:
             page = torch.arange(start, stop, device=packed.device).repeat_interleave(PAGE)
             mask = (page < packed[:, None])[:, None, None]
         token = S + torch.arange(start * PAGE, stop * PAGE, device=packed.device)
         yield (
-            _values(k).transpose(-1, -2),
-            _values(v)[..., : storage.layout.head_dim],
+            k.transpose(-1, -2),
+            v[..., : storage.layout.head_dim],
             mask,
             token[None, None, None],
         )
@@ -80,16 +80,16 @@ def _stored_blocks(storage: KVStorage, pages_per_block: int) -> Iterator[Block]:
         yield storage.dense_k.float(), storage.dense_v.float(), mask[:, None, None], token[:, None, None]
 
 
-def _values(packed: Packed) -> Tensor:
+def _values(parts: Parts, group_size: int) -> Tensor:
     """reference.decode in fp32, in place where no group is ragged or near the end of fp32's range."""
-    code = reference.unpack(packed.code, packed.bits).float()
-    scale, zero = packed.scale.float().unsqueeze(-1), packed.zero.float().unsqueeze(-1)
-    groups, ragged = divmod(code.shape[-1], packed.group_size)
-    huge = packed.scale.dtype != torch.float16 and scale.max() > torch.finfo(torch.float32).max / 2**packed.bits
+    code, scale, zero = parts
+    groups, ragged = divmod(code.shape[-1], group_size)
+    huge = scale.dtype != torch.float16 and scale.max() > torch.finfo(torch.float32).max / 2**8
     if (ragged and groups) or huge:
-        return reference.decode(code, packed.scale, packed.zero, packed.group_size, torch.float32)
-    code.unflatten(-1, (max(groups, 1), -1)).mul_(scale).add_(zero)
-    return code
+        return reference.decode(code, scale, zero, group_size, torch.float32)
+    values = code.float()
+    values.unflatten(-1, (max(groups, 1), -1)).mul_(scale.float().unsqueeze(-1)).add_(zero.float().unsqueeze(-1))
+    return values
 
 
 def _new_blocks(k: Tensor, v: Tensor, heads: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
