@@ -124,7 +124,7 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 
 def page_parts(pages: Tensor, layout: PageLayout) -> tuple[Parts, Parts]:
-    """Codes, one a byte (uint8), scales and zeros of pages [B, P, H, words], T = P * 128.
+    """Codes (int32), scales and zeros of pages [B, P, H, words], T = P * 128.
 
     Of K: [B, H, D, T] and [B, H, D, T / G]; of V: [B, H, T, padded D] and [B, H, T, ceil(D / G)].
     """
@@ -132,17 +132,17 @@ def page_parts(pages: Tensor, layout: PageLayout) -> tuple[Parts, Parts]:
     k_scale, k_zero, v_scale, v_zero = (x.contiguous().view(layout.dtype) for x in (*k_params, v_scale, v_zero))
     D, padded = layout.head_dim, layout.padded_dim
     k_parts = (
-        _natural_k_code(reference.unpack(k_words, layout.k_bits).to(torch.uint8), padded, layout.k_bits),
-        _natural_k_param(k_scale, padded),
-        _natural_k_param(k_zero, padded),
+        _natural_k_code(k_words, padded, layout.k_bits),
+        _natural_k_param(k_scale, padded).mT,
+        _natural_k_param(k_zero, padded).mT,
     )
     v_parts = (
-        _natural_v_code(reference.unpack(v_words, layout.v_bits).to(torch.uint8), padded, layout.v_bits),
+        _natural_v_code(v_words, padded, layout.v_bits),
         _natural_v_scale(v_scale, layout.v_groups),
         v_zero.unflatten(-1, (layout.v_groups, PAGE)).mT,
     )
     # keys: tokens are the last dimension of their layout, so pages join there: [B, H, D, P * n]
-    k_code, k_scale, k_zero = (x[..., :D].permute(0, 2, 4, 1, 3).flatten(3) for x in k_parts)
+    k_code, k_scale, k_zero = (x[..., :D, :].permute(0, 2, 3, 1, 4).flatten(3) for x in k_parts)
     # values: [B, H, P * 128, n]
     v_code, v_scale, v_zero = (x.transpose(1, 2).flatten(2, 3) for x in v_parts)
     return (k_code, k_scale, k_zero), (v_code, v_scale, v_zero)
@@ -175,10 +175,12 @@ def _order_k_code(code: Tensor, bits: int) -> Tensor:
     return code.movedim((-8, -4, -5, -2, -3, -6, -1, -7), (-8, -7, -6, -5, -4, -3, -2, -1)).flatten(-8)
 
 
-def _natural_k_code(code: Tensor, D: int, bits: int) -> Tensor:
-    """Undo _order_k_code."""
-    code = code.unflatten(-1, (-1, D // 16, 8, 4, 2, 2, 2, 16 // bits))
-    code = code.movedim((-8, -7, -6, -5, -4, -3, -2, -1), (-8, -4, -5, -2, -3, -6, -1, -7))
+def _natural_k_code(words: Tensor, D: int, bits: int) -> Tensor:
+    """Undo _order_k_code and the packing: words [..., 4 * D * bits] to codes [..., D, 128]."""
+    words = words.unflatten(-1, (-1, D // 16, 8, 4, 2, 2))  # plane, block, row, pair, r1, r0
+    words = words.movedim((-5, -2, -3, -6, -1, -4), (-6, -5, -4, -3, -2, -1)).contiguous()
+    shift = _shifts(bits, words).view(2, 1, -1, 1, 1)  # half, plane, slot, r0, row
+    code = (words.unsqueeze(-4).unsqueeze(-3) >> shift).bitwise_and_(2**bits - 1)
     return code.flatten(-4).flatten(-5, -2)
 
 
@@ -188,11 +190,18 @@ def _order_v_code(code: Tensor, bits: int) -> Tensor:
     return code.movedim((-8, -3, -1, -5, -6, -2, -4, -7), (-8, -7, -6, -5, -4, -3, -2, -1)).flatten(-8)
 
 
-def _natural_v_code(code: Tensor, D: int, bits: int) -> Tensor:
-    """Undo _order_v_code."""
-    code = code.unflatten(-1, (-1, D // 16, 8, 4, 2, 2, 2, 16 // bits))
-    code = code.movedim((-8, -7, -6, -5, -4, -3, -2, -1), (-8, -3, -1, -5, -6, -2, -4, -7))
+def _natural_v_code(words: Tensor, D: int, bits: int) -> Tensor:
+    """Undo _order_v_code and the packing: words [..., 4 * D * bits] to codes [..., 128, D]."""
+    words = words.unflatten(-1, (-1, D // 16, 8, 4, 2, 2))  # plane, block, row, pair, r1, r0
+    words = words.movedim((-6, -2, -3, -5, -1, -4), (-6, -5, -4, -3, -2, -1)).contiguous()
+    shift = _shifts(bits, words).view(2, -1).T.reshape(-1, 1, 1, 2, 1, 1, 1)  # slot, r1, pair, half, block, r0, row
+    code = (words.unsqueeze(-6).unsqueeze(-4) >> shift).bitwise_and_(2**bits - 1)
     return code.flatten(-3).flatten(-6, -2)
+
+
+def _shifts(bits: int, like: Tensor) -> Tensor:
+    """Where a word's codes begin, lowest first: those of one half, then those of the other."""
+    return torch.arange(0, 32, bits, dtype=torch.int32, device=like.device)
 
 
 def _order_k_param(x: Tensor) -> Tensor:
