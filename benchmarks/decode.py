@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import copies, eager_us, gate, graph_us, read_bandwidth, relative_error, write_csv
+from timing import copies, eager_us, gate, graph_us, plot_lengths, read_bandwidth, relative_error, write_csv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kivi_kv import KiviConfig
+from kivi_kv import KiviConfig, LayerCache
 from kivi_kv.format import decode_pages
 from kivi_kv.ops import attend
-from kivi_kv.ops.kernels.quantize import write_pages
 from kivi_kv.reference import attend as exact
 from kivi_kv.storage import KVStorage
 
@@ -40,22 +39,11 @@ SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION
 
 
 def filled(config: KiviConfig, k: Tensor, v: Tensor) -> KVStorage:
-    """A storage that holds k and v [B, H, T, D], without the waits of a cache."""
+    """A storage that holds k and v [B, H, T, D]."""
     B, H, T, _ = k.shape
-    storage = KVStorage.empty(config, B, H, D, k.dtype, "cuda", T)
-    P, S = config.pages(T), config.sink_length
-    if P:
-        slots = torch.arange(P * B, dtype=torch.int32, device="cuda").view(P, B).T.contiguous()
-        packed = slice(S, S + P * 128)
-        write_pages(k[:, :, packed], v[:, :, packed], storage.pool, slots, storage.layout)
-        storage.table.copy_(slots)
-    storage.lengths.fill_(T)
-    storage.packed.fill_(P)
-    for start, stop in ((0, min(S, T)), (S + P * 128, T)):
-        if start < stop:
-            index = storage.dense_index(start, stop)
-            storage.dense_k[:, :, index], storage.dense_v[:, :, index] = k[:, :, start:stop], v[:, :, start:stop]
-    return storage
+    cache = LayerCache(config, B, H, D, k.dtype, "cuda", T)
+    cache.append(k, v)
+    return cache.storage
 
 
 def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
@@ -128,24 +116,11 @@ def measure(
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    batches = sorted({row["B"] for row in rows})
-    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4), squeeze=False)
-    for axis, B in zip(axes[0], batches, strict=True):
-        for name in dict.fromkeys(row["provider"] for row in rows):
-            points = sorted((row["T"], row["us"]) for row in rows if row["B"] == B and row["provider"] == name)
-            axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        axis.set(
-            title=f"batch {B}, 32 query heads, 8 kv heads, D 128", xlabel="tokens", ylabel="µs per decode step"
-        )
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        lines = panels.setdefault(f"batch {row['B']}, 32 query heads, 8 kv heads, D 128", {})
+        lines.setdefault(row["provider"], []).append((row["T"], row["us"]))
+    plot_lengths(panels, file, "µs per decode step")
 
 
 def main() -> None:

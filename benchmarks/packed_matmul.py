@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import copies, gate, graph_us, read_bandwidth, relative_error, write_csv
+from timing import copies, gate, graph_us, plot_lengths, read_bandwidth, relative_error, write_csv
 from torch import Tensor
 
 from kivi_kv import packed_matmul, quantize_k, quantize_v
@@ -63,23 +63,11 @@ def measure(B: int, T: int, side: str, bits: int, read: float) -> list[dict[str,
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = sorted({(row["side"], row["B"]) for row in rows}, reverse=True)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), squeeze=False)
-    for axis, (side, B) in zip(axes[0], panels, strict=True):
-        mine = [row for row in rows if (row["side"], row["B"]) == (side, B)]
-        for name in dict.fromkeys((row["provider"], row["bits"]) for row in mine):
-            points = sorted((row["T"], row["us"]) for row in mine if (row["provider"], row["bits"]) == name)
-            axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name[0]}, {name[1]} bits")
-        axis.set(title=f"{side}, batch {B}", xlabel="tokens", ylabel="µs")
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        lines = panels.setdefault(f"{row['side']}, batch {row['B']}", {})
+        lines.setdefault(f"{row['provider']}, {row['bits']} bits", []).append((row["T"], row["us"]))
+    plot_lengths(panels, file, "µs")
 
 
 def main() -> None:

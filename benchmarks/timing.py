@@ -78,3 +78,21 @@ def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
             writer = csv.DictWriter(stream, names)
             writer.writeheader()
             writer.writerows(rows)
+
+
+def plot_lengths(panels: dict[str, dict[str, list[tuple[int, float]]]], file: Path, unit: str) -> None:
+    """Time over tokens, logarithmic: one panel for each title, one line for each name, of (tokens, time)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 4), squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            axis.loglog(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+        axis.set(title=title, xlabel="tokens", ylabel=unit)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)

@@ -1,7 +1,5 @@
 """Fused attention over sinks, packed pages, residual and new tokens: one pass, split over tokens."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +8,7 @@ from torch import Tensor
 from ...storage import KVStorage
 from .combine import combine_kernel
 from .numbers import inverse_power, power, softcapped
+from .occupancy import resident_warps
 from .pages import page_logits, page_values
 
 
@@ -165,25 +164,9 @@ def decode_kernel(
             seen = token[:, None] > (position - WINDOW)[None, :]
         at = b * stride_kb + h * stride_kh
         m, sums, acc, alpha = _dense_block(
-            k_ptr + at,
-            v_ptr + at,
-            row,
-            D,
-            D,
-            stored,
-            seen,
-            q,
-            factor,
-            cap,
-            m,
-            sums,
-            acc,
-            D,
-            DB,
-            VB,
-            SOFTCAP,
-            UPCAST,
-        )
+            k_ptr + at, v_ptr + at, row, D, D, stored, seen, q, factor, cap, m, sums, acc,
+            D, DB, VB, SOFTCAP, UPCAST,
+        )  # fmt: skip
         acc_zero *= alpha[None, :]
 
     if HAS_NEW:
@@ -207,7 +190,6 @@ def decode_kernel(
 
 
 _LOG2E = 1.4426950408889634
-_WARPS_PER_SM = 8  # that registers allow: every program runs at once, and there is no last wave
 _TILES = {8: 1, 16: 4, 32: 4}  # columns of a program: its warps
 
 
@@ -235,7 +217,7 @@ def attend_kernel(
         NC = max(NC, 16)  # the smallest matrix unit there
     tiles = triton.cdiv(COLUMNS, NC)
     units = storage.table.shape[1] + triton.cdiv(rows, 32) + (triton.cdiv(M, 32) if new_k is not None else 0)
-    splits = max(1, min(units, _warps(q.device) // (_TILES[NC] * B * H * tiles)))
+    splits = max(1, min(units, resident_warps(q.device) // (_TILES[NC] * B * H * tiles)))
     DB = triton.next_power_of_2(layout.padded_dim)
     q = q if q.stride(3) == 1 else q.contiguous()
     new_k, new_v = (storage.dense_k, storage.dense_v) if new_k is None or new_v is None else (new_k, new_v)
@@ -268,11 +250,3 @@ def attend_kernel(
         num_warps=2,
     )  # fmt: skip
     return out, lse
-
-
-@lru_cache(maxsize=64)
-def _warps(device: torch.device) -> int:
-    """Warps that fill the device once."""
-    if device.type != "cuda":
-        return 16  # the interpreter: a few splits
-    return torch.cuda.get_device_properties(device).multi_processor_count * _WARPS_PER_SM

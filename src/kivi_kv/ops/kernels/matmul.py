@@ -1,14 +1,13 @@
 """Matrix product with a packed right-hand side: codes become numbers in registers, on the way into the product."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .occupancy import resident_warps
+
 _ROWS, _BLOCK_WORDS = 16, 32  # of a step: rows of a, words of each row of the packed matrix
-_WARPS_PER_SM = 8
 
 
 @triton.jit
@@ -142,7 +141,7 @@ def packed_matmul_triton(
     BW, BK, warps = (_BLOCK_WORDS, 16, _BLOCK_WORDS // 8) if W >= _BLOCK_WORDS else (8, 32, 1)
     tiles = triton.cdiv(W, BW) * triton.cdiv(GQ * M, _ROWS)
     # a short N leaves programs free: they share K
-    splits = max(1, min(triton.cdiv(K, 4 * BK), _warps(a.device) // (warps * tiles * B * H)))
+    splits = max(1, min(triton.cdiv(K, 4 * BK), resident_warps(a.device) // (warps * tiles * B * H)))
     split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     upcast = triton.knobs.runtime.interpret and a.dtype == torch.bfloat16  # the interpreter has no product of bf16
@@ -157,11 +156,3 @@ def packed_matmul_triton(
         num_stages=1,  # more of them keep the unpacking from the operand's registers
     )  # fmt: skip
     return (out[0] if splits == 1 else out.sum(0)).to(out_dtype)
-
-
-@lru_cache(maxsize=64)
-def _warps(device: torch.device) -> int:
-    """Warps that fill the device."""
-    if device.type != "cuda":
-        return 16  # the interpreter: a few splits
-    return torch.cuda.get_device_properties(device).multi_processor_count * _WARPS_PER_SM

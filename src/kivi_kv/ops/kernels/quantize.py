@@ -115,6 +115,14 @@ def _tile(x_ptr, t, stride_b, stride_h, stride_t, stride_d, P, H, D, ND: tl.cons
     return bp, h, block, d, tl.load(at, mask=d[None, :] < D, other=0.0)
 
 
+@triton.jit
+def _store_words(at, words, block, BITS: tl.constexpr, DP: tl.constexpr, DB: tl.constexpr):
+    """Words of a block of channels, in a page's order, [planes, channels / 16, 8, 4, 2, 2]."""
+    within = block * (DB * 8) + tl.arange(0, DB * 8)
+    plane = tl.arange(0, BITS // 2)[:, None] * (DP * 8)
+    tl.store(at + plane + within, words.reshape([BITS // 2, DB * 8]), mask=(within < DP * 8)[None, :])
+
+
 @triton.jit(do_not_specialize=["P"])
 def _k_pages_kernel(
     x_ptr, pool_ptr, param_ptr, slot_ptr, stride_b, stride_h, stride_t, stride_d, P, H, PAGE_WORDS,
@@ -140,9 +148,7 @@ def _k_pages_kernel(
         .reshape([BITS // 2, 2, 8, DB // 16, 2, 4])
         .permute([0, 3, 2, 5, 4, 1])
     )
-    at = tl.arange(0, BITS // 2)[:, None] * (DP * 8) + block * (DB * 8) + tl.arange(0, DB * 8)
-    inside = block * (DB * 8) + tl.arange(0, DB * 8) < DP * 8
-    tl.store(pool_ptr + page + at, words.reshape([BITS // 2, DB * 8]), mask=inside[None, :])
+    _store_words(pool_ptr + page, words, block, BITS, DP, DB)
 
     PAIR: tl.constexpr = 2 - DP // 16 % 2  # blocks of 16 channels that lie together
     at = page * PARAMS_PER_WORD + DP * 4 * BITS * PARAMS_PER_WORD + tl.arange(0, KG)[:, None] * DP + d[None, :]
@@ -182,9 +188,7 @@ def _v_pages_kernel(
         .reshape([BITS // 2, 2, 4, DB // 16, 2, 8])
         .permute([0, 3, 5, 2, 1, 4])
     )
-    at = tl.arange(0, BITS // 2)[:, None] * (DP * 8) + block * (DB * 8) + tl.arange(0, DB * 8)
-    inside = block * (DB * 8) + tl.arange(0, DB * 8) < DP * 8
-    tl.store(pool_ptr + page + at, words.reshape([BITS // 2, DB * 8]), mask=inside[None, :])
+    _store_words(pool_ptr + page, words, block, BITS, DP, DB)
 
     params = param_ptr + (page + DP * 4 * BITS) * PARAMS_PER_WORD
     g, n = block * VG + tl.arange(0, VG * 32) // 32, tl.arange(0, VG * 32)
