@@ -1,0 +1,65 @@
+"""How the tokens of all rows are shared among programs: written once, for Gluon and for Triton.
+
+Rows (b, h) lie end to end, and cost what their units cost: packed pages, then blocks of 16 full-precision tokens.
+A program takes the units that start within its share of the whole; shares differ by 1 at most.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+
+
+def _both(body: Callable[..., Any]) -> tuple[Any, Any]:
+    return triton.jit(body), gluon.jit(body)
+
+
+def _dense_tokens(length, packed, S):
+    """Tokens of a row in full precision: sinks and residual."""
+    sinks = length * (length < S) + S * (length >= S)
+    behind = length - S - packed * 128
+    return sinks + behind * (behind > 0)
+
+
+def _row_cost(length, packed, S, PAGE, DENSE):
+    """Of one row and kv head. length, packed: a number or a tensor of them."""
+    sinks = length * (length < S) + S * (length >= S)
+    behind = length - S - packed * 128
+    return packed * PAGE + (sinks + behind * (behind > 0) + 15) // 16 * DENSE
+
+
+def _programs_used(total, programs, PAGE):
+    """No share may be smaller than a unit: between a row's first and last program, each has a unit of it."""
+    most = total // PAGE
+    used = programs * (programs <= most) + most * (most < programs)
+    return used + (used == 0)
+
+
+def _share_start(program, total, programs):
+    """Where a program's share begins."""
+    each, more = total // programs, total % programs
+    return program * each + program * (program < more) + more * (program >= more)
+
+
+def _program_at(cost, total, programs):
+    """The program whose share holds a cost."""
+    each, more = total // programs, total % programs
+    behind = cost - more * (each + 1)
+    each += each == 0
+    return cost // (each + 1) * (behind < 0) + (more + behind // each) * (behind >= 0)
+
+
+def _units_before(cost, packed, PAGE, DENSE):
+    """Units of a row that start before a cost >= 0."""
+    behind = cost - packed * PAGE
+    pages = (cost + PAGE - 1) // PAGE
+    return pages * (behind <= 0) + (packed + (behind + DENSE - 1) // DENSE) * (behind > 0)
+
+
+triton_row_cost, row_cost = _both(_row_cost)
+triton_programs_used, programs_used = _both(_programs_used)
+triton_program_at, _ = _both(_program_at)
+triton_units_before, units_before = _both(_units_before)
+_, dense_tokens = _both(_dense_tokens)
+_, share_start = _both(_share_start)
