@@ -10,8 +10,8 @@ from .occupancy import resident_warps
 # Of a program, one warp: words BW of a row of the packed matrix (8 or 16), rows BK of a product (a multiple of 16),
 # products STEPS whose operands are loaded at once. FILL: programs when K is split, in units of resident_warps.
 _TUNING = {
-    "wide": {"BW": 8, "BK": 32, "STEPS": 4, "FILL": 1.5},  # K^T: few rows of many words
-    "narrow": {"BW": 8, "BK": 32, "STEPS": 2, "FILL": 1.5},  # V: many rows of few words
+    "wide": {"BW": 8, "BK": 32, "STEPS": 2, "FILL": 2.0},  # K^T: few rows of many words
+    "narrow": {"BW": 8, "BK": 32, "STEPS": 1, "FILL": 2.0},  # V: many rows of few words
 }
 
 
