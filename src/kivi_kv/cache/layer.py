@@ -1,5 +1,6 @@
 """LayerCache: append tokens, pack pages, attend."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..config import PAGE, KiviConfig
 from ..format import decode_pages
-from ..ops import attend, choose, dense_attention, write_pages
+from ..ops import attend, choose, dense_attention, gluon_or_triton, write_pages
 from ..ops.checks import check_finite, check_kv, check_shape
 from ..storage import KVStorage
 from . import edits, slots
@@ -25,8 +26,8 @@ class LayerCache:
     (exactly that many unless it was cropped). Every token is quantized once, when its page is packed.
 
     Without max_tokens storage grows, by pages at first, then by eighths. With it, everything is allocated here.
-    backend: "reference", "triton", or None for the fastest that runs here (see ops.dispatch); `backends` says which
-    runs each operator.
+    backend: "reference", "triton", "gluon", or None for the fastest that runs here (see ops.dispatch); `backends`
+    says which runs each operator, `attend_calls` how often each attended packed pages.
     """
 
     def __init__(
@@ -54,7 +55,11 @@ class LayerCache:
         self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
         check_kv("head_dim, dtype", self.storage.dense_k)
         device = torch.device(device)
+        self.backend = backend
         self.backends = {op: choose(op, device, dtype, backend) for op in ("quantize", "attend")}
+        if self.backends["attend"] == "gluon":
+            self.backends["attend"] = gluon_or_triton(self.storage.layout, backend)
+        self.attend_calls: Counter[str] = Counter()
         on_cpu = device.type == "cpu"
         self.checked = on_cpu if config.checked is None else config.checked
 
@@ -166,19 +171,26 @@ class LayerCache:
             self._append(rows, k, v)
             view = self.storage.rows(rows)
             plain = self._plain(view)
-            return (
-                attend(q, view, **options, backend=self.backends["attend"])
-                if plain is None
-                else dense(q, *plain, **options)
-            )
+            return self._attend(q, view, None, None, options) if plain is None else dense(q, *plain, **options)
         usual = options["softcap"] is None and options["sink_logits"] is None
         if usual and not self.storage.lengths[rows].any():
             out = dense(q, k, v, **options)
         else:
             self._make_room(rows)
-            out = attend(q, self.storage.rows(rows), k, v, **options, backend=self.backends["attend"])
+            out = self._attend(q, self.storage.rows(rows), k, v, options)
         self._append(rows, k, v)
         return out
+
+    def _attend(
+        self, q: Tensor, view: KVStorage, k: Tensor | None, v: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Over packed pages, by what attends such queries; counted."""
+        name = self.backends["attend"]
+        if name == "gluon":
+            columns = q.shape[1] // view.heads * q.shape[2]
+            name = gluon_or_triton(view.layout, self.backend, columns, options["softcap"])
+        self.attend_calls[name] += 1
+        return attend(q, view, k, v, **options, backend=name)
 
     def _make_room(self, rows: slice) -> None:
         """Pack as decoding one more token would: all queries of a chunk see that state."""

@@ -1,6 +1,6 @@
 """Operators on tensors: each checks its arguments, then computes what reference.py specifies."""
 
-from .attention import attend
+from .attention import MAX_COLUMNS, attend, gluon_or_triton
 from .dense_attention import dense_attention
 from .dispatch import choose
 from .packed_matmul import packed_matmul
@@ -10,10 +10,12 @@ from .simulate import fake_quantize
 from .write_pages import write_pages
 
 __all__ = [
+    "MAX_COLUMNS",
     "attend",
     "choose",
     "dense_attention",
     "fake_quantize",
+    "gluon_or_triton",
     "pack",
     "packed_matmul",
     "quantize_k",

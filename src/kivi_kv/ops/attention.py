@@ -6,9 +6,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..format import PageLayout
 from ..storage import KVStorage
 from .checks import check_shape
-from .dispatch import choose, on_device
+from .dispatch import choose, forced, on_device
 from .torch_attention import attend_torch
 
 
@@ -19,7 +20,44 @@ def _attend_triton(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
         return attend_kernel(q, *args, **kwargs)
 
 
-_ATTEND: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reference": attend_torch, "triton": _attend_triton}
+def _attend_gluon(q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from .kernels.gluon.attend import attend_gluon
+
+    with on_device(q.device):
+        return attend_gluon(q, *args, **kwargs)
+
+
+MAX_COLUMNS = 16  # of the Gluon kernel
+_ATTEND: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": attend_torch,
+    "triton": _attend_triton,
+    "gluon": _attend_gluon,
+}
+
+
+def gluon_or_triton(
+    layout: PageLayout,
+    backend: str | None,
+    columns: int = 1,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> str:
+    """Which of the two kernels attends such pages: the Gluon kernel, unless this is beyond it.
+
+    columns: query tokens x query heads of a kv head. Raises ValueError if Gluon was asked for and cannot.
+    """
+    why = None
+    if layout.head_dim not in (64, 128):
+        why = f"head_dim: expected 64 or 128, got {layout.head_dim}"
+    elif layout.k_bits > 4 or layout.v_bits > 4:
+        why = f"k_bits, v_bits: expected 2 or 4, got {layout.k_bits} and {layout.v_bits}"
+    elif columns > MAX_COLUMNS:
+        why = f"q: expected at most {MAX_COLUMNS} query tokens x query heads of a kv head, got {columns}"
+    elif softcap is not None or window is not None:
+        why = f"softcap, window: expected None, got {softcap} and {window}"
+    if why and forced(backend):
+        raise ValueError(f"backend: gluon cannot run here, {why}")
+    return "triton" if why else "gluon"
 
 
 @overload
@@ -74,7 +112,7 @@ def attend(
     softcap bounds them by softcap * tanh(logit / softcap). sink_logits [HQ] join the softmax without a value.
     window: a query sees its own position and window - 1 before it (without new tokens all queries are at the last
     stored position). return_lse adds the logits' log-sum-exp [B, HQ, M] in fp32, by which parts can be merged.
-    backend: see ops.dispatch.
+    backend: see ops.dispatch; unless one is asked for, what the Gluon kernel does not take goes to the Triton one.
 
     Returns [B, HQ, M, D] in q's dtype, zeros (and -inf) where a query sees nothing. Scratch is bounded, whatever
     the context. Raises ValueError on shapes and on an impossible backend.
@@ -94,7 +132,10 @@ def attend(
     if sink_logits is not None:
         check_shape("sink_logits", sink_logits, (HQ,))
     dtype = storage.layout.dtype if q.dtype == storage.layout.dtype else torch.float32
-    out, lse = _ATTEND[choose("attend", q.device, dtype, backend)](
+    name = choose("attend", q.device, dtype, backend)
+    if name == "gluon":
+        name = gluon_or_triton(storage.layout, backend, HQ // H * M, softcap, window)
+    out, lse = _ATTEND[name](
         q,
         storage,
         new_k,

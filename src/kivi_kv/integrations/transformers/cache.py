@@ -81,7 +81,8 @@ class KiviCache(DynamicCache):
     def stats(self) -> dict[str, Any]:
         """What the cache holds and how it was used.
 
-        backends: what runs each operator, None before the first update; tokens seen; packed_layers; native_layers
+        backends: what runs each operator, None before the first update; attend_calls: how often each attended
+        packed pages, of all layers; tokens seen; packed_layers; native_layers
         with the reason for each; pages and dense_tokens, of all rows of the first packed layer; used_bytes (pages
         and rows that hold tokens) and reserved_bytes (allocated) of the packed layers; materializations and
         unattended: how often a packed layer was dequantized whole, and how many updates never met the 'kivi'
@@ -91,6 +92,7 @@ class KiviCache(DynamicCache):
         pages = sum(caches[0].packed) if caches else 0
         return {
             "backends": dict(caches[0].backends) if caches else None,
+            "attend_calls": dict(sum((cache.attend_calls for cache in caches), Counter())),
             "tokens": self.get_seq_length() if any(isinstance(x, CacheLayerMixin) for x in self.layers) else 0,
             "packed_layers": len(self.packed_layers),
             "native_layers": dict(self.native),

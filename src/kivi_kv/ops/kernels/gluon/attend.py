@@ -1,10 +1,9 @@
-"""ops.attend by the Gluon kernel."""
+"""ops.attend by the Gluon kernels."""
 
-import os
+import math
 from functools import lru_cache
 
 import torch
-import math
 import triton
 from torch import Tensor
 
@@ -13,55 +12,86 @@ from .combine import combine_kernel
 from .decode import decode_kernel
 
 _LOG2E = 1.4426950408889634
-PER_SM = int(os.environ.get("PER_SM", "8"))
-MAXNREG = int(os.environ.get("MAXNREG", "0"))
+_WARPS_PER_SM = 8  # programs of one warp, whose registers are a quarter of a scheduler's each
 
 
 @lru_cache(maxsize=64)
 def _device(device: torch.device) -> tuple[int, bool]:
     """Programs that run at once, and whether a kernel may start before the one before it has ended."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+    return properties.multi_processor_count * _WARPS_PER_SM, properties.major >= 9
 
 
-def _programs(most: int, rows: int) -> int:
-    """About `most` programs: as many for each row, or rows for each of them, so that equal rows are not cut."""
-    if rows <= most:
-        return most // rows * rows if most % rows * 10 < most else most
-    each = -(-rows // most)
-    return rows // each if rows % each == 0 else most
+def _shares(most: int, rows: int) -> int:
+    """Shares of the work: as many as run at once, fewer where that keeps equal rows whole.
+
+    A program that goes from one row to the next waits for queries and pages anew. With few programs a row, most
+    would; with many, few do.
+    """
+    if rows * 3 > most:
+        if rows <= most:
+            return most // rows * rows
+        if rows % -(-rows // most) == 0:
+            return rows // -(-rows // most)
+    return most
 
 
 def attend_gluon(
-    q: Tensor, storage: KVStorage, *, scale: float, sink_logits: Tensor | None
+    q: Tensor,
+    storage: KVStorage,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """ops.attend without new tokens by the kernels above."""
+    """ops.attend by the kernels above: two launches, no wait for the device. Arguments must have been checked.
+
+    softcap and window must be None. Returns the output [B, HQ, M, D] in q's dtype and the log-sum-exp of the logits
+    [B, HQ, M] in fp32.
+    """
     B, HQ, M, D = q.shape
     H, layout, config = storage.heads, storage.layout, storage.config
-    GQ = HQ // H
+    GQ, rows = HQ // H, B * H
     columns = M * GQ
-    tiles = 1 if columns <= 4 else 2 if columns <= 8 else 4
-    sms, pdl = _device(q.device)
-    programs = min(_programs(sms * PER_SM, B * H), B * H * (storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16)))
+    TILES = 1 if columns <= 4 else 2
+    column_tiles = triton.cdiv(columns, 4 * TILES)
+    most, pdl = _device(q.device)
+    units = storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16) + 1
+    programs = min(_shares(most // column_tiles, rows), rows * units)
     q = q if q.stride(3) == 1 else q.contiguous()
-    part = torch.empty((programs + B * H, 4 * tiles, D), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((programs + B * H, 4 * tiles), dtype=torch.float32, device=q.device)
+    sink_logits = None if sink_logits is None else sink_logits.contiguous()
+    has_new = new_k is not None
+    new_k, new_v = (storage.dense_k, storage.dense_v) if new_k is None or new_v is None else (new_k, new_v)
+    new_k, new_v = (x if _aligned(x) else x.contiguous() for x in (new_k, new_v))
+    part = torch.empty((column_tiles, programs + rows, 4 * TILES, D), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, HQ, M), dtype=torch.float32, device=q.device)
-    rows = max(32, triton.next_power_of_2(B))
     unit = math.gcd(layout.words, 16 * D)
-    share = {"S": config.sink_length, "ROWS": rows, "PAGE": layout.words // unit, "DENSE": 16 * D // unit}
-    decode_kernel[(programs,)](
-        q, storage.pool, storage.table, storage.packed, storage.lengths, storage.dense_k, storage.dense_v, part, part_lse,
-        scale * _LOG2E, *q.stride()[:3], storage.table.stride(0), *storage.dense_k.stride()[:2], B, H, M,
-        GQ=GQ, TILES=tiles, D=D, G=layout.group_size, K_BITS=layout.k_bits, V_BITS=layout.v_bits,
-        RING=config.ring_length, PDL=pdl, **share, num_warps=1, launch_pdl=pdl, **({"maxnreg": MAXNREG} if MAXNREG else {}),
+    share = {
+        "GQ": GQ, "D": D, "S": config.sink_length, "ROWS": max(32, triton.next_power_of_2(B)),
+        "PAGE": layout.words // unit, "DENSE": 16 * D // unit, "HAS_NEW": int(has_new), "PDL": pdl,
+    }  # fmt: skip
+    decode_kernel[(programs, column_tiles)](
+        q, storage.pool, storage.table, storage.packed, storage.lengths, storage.dense_k, storage.dense_v,
+        new_k, new_v, part, part_lse, scale * _LOG2E, *q.stride()[:3], storage.table.stride(0),
+        *storage.dense_k.stride()[:2], *new_k.stride()[:3], *new_v.stride()[:3], B, H, M,
+        TILES=TILES, G=layout.group_size, K_BITS=layout.k_bits, V_BITS=layout.v_bits, RING=config.ring_length,
+        **share, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
-    each = triton.cdiv(programs, B * H)  # partial results of a row, about: few are read at once, many in turns
-    DB, BLOCK = (D, 8) if each <= 8 else (32, 64)
-    combine_kernel[(columns, B * H, D // DB)](
+    # partial results of a row, about: few are read at once, many in turns by more programs
+    DB, BLOCK, warps = (D, 8, 1) if programs <= 8 * rows else (32, 64, 2)
+    combine_kernel[(columns, rows, D // DB)](
         part, part_lse, storage.lengths, storage.packed, part_lse if sink_logits is None else sink_logits, out, lse,
-        *out.stride()[:3], B, H, M, programs, GQ=GQ, D=D, COLUMNS=4 * tiles, DB=DB, BLOCK=BLOCK,
-        HAS_SINK=sink_logits is not None, PDL=pdl, **share, num_warps=1 if DB == D else 2, launch_pdl=pdl,
+        *out.stride()[:3], B, H, M, programs, COLUMNS=4 * TILES, DB=DB, BLOCK=BLOCK,
+        HAS_SINK=sink_logits is not None, **share, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out, lse
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows of x can be copied 16 bytes at a time."""
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:3])

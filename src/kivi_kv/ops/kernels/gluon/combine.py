@@ -14,8 +14,9 @@ from .share import triton_units_before as units_before
 def combine_kernel(
     part_ptr, part_lse_ptr, length_ptr, packed_ptr, sink_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om,
     BATCH, H, M, PROGRAMS,
-    GQ: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    DENSE: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr, HAS_SINK: tl.constexpr, PDL: tl.constexpr,
+    GQ: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    DENSE: tl.constexpr, HAS_NEW: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, DB: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """DB channels of one query by weights exp2(part_lse). out [B, HQ, M, D], lse [B, HQ, M]."""
     column, bh = tl.program_id(0), tl.program_id(1)
@@ -24,7 +25,7 @@ def combine_kernel(
     rows = tl.arange(0, ROWS)
     length = tl.load(length_ptr + rows, mask=rows < BATCH, other=0)
     packed = tl.load(packed_ptr + rows, mask=rows < BATCH, other=0)
-    cost = row_cost(length, packed, S, PAGE, DENSE)
+    cost = tl.where(rows < BATCH, row_cost(length, packed, S, PAGE, DENSE, HAS_NEW), 0)
     total = tl.sum(cost, 0) * H
     programs = programs_used(total, PROGRAMS, PAGE)
     mine = tl.sum(tl.where(rows == b, cost, 0), 0)
@@ -35,11 +36,12 @@ def combine_kernel(
     first = program_at(start, total, programs)
     count = tl.where(mine > 0, program_at(last, total, programs) - first + 1, 0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
     d, s = tl.program_id(2) * DB + tl.arange(0, DB), tl.arange(0, BLOCK)
-    at = (first + bh).to(tl.int64) * COLUMNS + column
+    tile = column // COLUMNS
+    at = (tile * (PROGRAMS + tl.num_programs(1)) + first + bh).to(tl.int64) * COLUMNS + column % COLUMNS
     m, weights = -1e30, 0.0
     if HAS_SINK:  # a logit without a value
         m = tl.load(sink_ptr + h * GQ + gq).to(tl.float32) * 1.4426950408889634
@@ -48,7 +50,9 @@ def combine_kernel(
     for i in range(0, count, BLOCK):
         inside = i + s < count
         lse = tl.load(part_lse_ptr + at + (i + s) * COLUMNS, mask=inside, other=float("-inf"))
-        part = tl.load(part_ptr + (at + (i + s) * COLUMNS)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+        part = tl.load(
+            part_ptr + (at + (i + s) * COLUMNS)[:, None] * D + d[None, :], mask=inside[:, None], other=0.0
+        )
         top = tl.maximum(m, tl.max(lse, 0))
         alpha, weight = tl.exp2(m - top), tl.exp2(lse - top)
         weights = weights * alpha + tl.sum(weight, 0)

@@ -8,6 +8,8 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 commit_group = async_copy.commit_group
 wait_group = async_copy.wait_group
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# (shared memory, dtype, shape, layout): the same bytes as something else
+view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit

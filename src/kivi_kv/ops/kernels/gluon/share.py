@@ -22,11 +22,11 @@ def _dense_tokens(length, packed, S):
     return sinks + behind * (behind > 0)
 
 
-def _row_cost(length, packed, S, PAGE, DENSE):
-    """Of one row and kv head. length, packed: a number or a tensor of them."""
+def _row_cost(length, packed, S, PAGE, DENSE, NEW):
+    """Of one row and kv head, with a block of new tokens if NEW. length, packed: a number or a tensor of them."""
     sinks = length * (length < S) + S * (length >= S)
     behind = length - S - packed * 128
-    return packed * PAGE + (sinks + behind * (behind > 0) + 15) // 16 * DENSE
+    return packed * PAGE + (sinks + behind * (behind > 0) + 15) // 16 * DENSE + NEW * DENSE
 
 
 def _programs_used(total, programs, PAGE):

@@ -1,0 +1,226 @@
+"""The Gluon attention kernel on a GPU: what it takes, its shares of ragged rows, graphs, hard values."""
+
+import pytest
+import torch
+
+from attending import TOLERANCE, Case, hard_cases, new_tokens, queries
+from kivi_kv import KiviConfig, LayerCache
+from kivi_kv.ops import attend
+from oracle import assert_bitwise_equal, randn
+
+pytestmark = pytest.mark.gpu
+FP16, BF16 = torch.float16, torch.bfloat16
+KIVI2 = KiviConfig(2, 2, 32)
+BALANCED = KiviConfig(4, 2, 128, sink_length=32)
+DEVICE, GLUON = {"device": "cuda"}, {"backend": "gluon"}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """What the kernels allocate next holds NaN: in torch's large pool, and in its small one."""
+    if torch.cuda.is_available():
+        blocks = [torch.full((n,), torch.nan, device="cuda") for n in (2**28, *[2**17] * 64, *[2**10] * 64)]
+        del blocks
+
+
+# (config, D, dtype, query heads per kv head): each is a kernel of its own, with new tokens another
+VARIANTS = {
+    "kivi2": (KIVI2, 128, FP16, 4),
+    "balanced": (BALANCED, 128, BF16, 4),
+    "kivi2 bf16": (KIVI2, 128, BF16, 4),
+    "kivi4": (KiviConfig(4, 4, 32, sink_length=5), 128, FP16, 1),
+    "kivi4 D64, 7 heads": (KiviConfig(4, 4, 32), 64, FP16, 7),
+    "kivi2 D64 bf16": (KIVI2, 64, BF16, 3),
+    "2 bits, groups of 64": (KiviConfig(2, 2, 64, residual_length=40), 128, FP16, 8),
+    "2 bits D64, groups of 128": (KiviConfig(2, 2, 128, residual_length=0), 64, FP16, 5),
+    "4, 2 bits D64, groups of 64": (KiviConfig(4, 2, 64, residual_length=7), 64, BF16, 2),
+    "2, 4 bits, 16 heads": (KiviConfig(2, 4, 32, sink_length=3), 128, BF16, 16),
+}
+LENGTHS = [0, 1, 4, 129, 161, 290, 777, 3001]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ragged_rows(name):
+    """Rows of every kind in one launch."""
+    config, D, dtype, ratio = VARIANTS[name]
+    case = Case.random(config, len(LENGTHS), 3, max(LENGTHS), D, dtype, LENGTHS, **DEVICE)
+    case.check(queries(len(LENGTHS), 3 * ratio, 1, D, dtype, **DEVICE), **GLUON)
+
+
+@pytest.mark.parametrize(
+    ("name", "M"), [("kivi2", 1), ("kivi2", 3), ("kivi2", 4), ("kivi2 D64 bf16", 5), ("balanced", 2)]
+)
+def test_new_tokens(name, M):
+    """Causal among themselves, behind rows of every kind; with few and with many columns."""
+    config, D, dtype, ratio = VARIANTS[name]
+    case = Case.random(config, len(LENGTHS), 3, max(LENGTHS), D, dtype, LENGTHS, **DEVICE)
+    q, new = (
+        queries(len(LENGTHS), 3 * ratio, M, D, dtype, **DEVICE),
+        new_tokens(len(LENGTHS), 3, M, D, dtype, **DEVICE),
+    )
+    case.check(q, new, **GLUON)
+    strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in new)
+    for a, b in zip((attend(q, case.cache.storage, *kv, **GLUON) for kv in (new, strided)), strict=True):
+        assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize(("B", "T"), [(1, 40_000), (3, 9000), (60, 1100), (130, 700), (700, 500)])
+def test_shares_of_many_rows_and_of_few(B, T):
+    """From one row for hundreds of programs to many rows for each, every length different."""
+    lengths = [max(0, T - 37 * b % T) for b in range(B)]
+    config = KiviConfig(2, 2, 32, residual_length=64, sink_length=20)
+    case = Case.random(config, B, 3, T, 128, lengths=lengths, **DEVICE)
+    case.check(queries(B, 12, 1, 128, **DEVICE), **GLUON)
+
+
+@pytest.mark.parametrize("name", ["kivi2", "balanced", "kivi2 bf16"])
+def test_hard_values(name):
+    config, D, dtype, _ = VARIANTS[name]
+    wrong = {}
+    for case, q, k, v in hard_cases(dtype, 4096, D, "cuda"):
+        try:
+            Case(config, k, v).check(q, **GLUON)
+        except AssertionError as error:
+            wrong[case] = str(error)
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["kivi2", "balanced"])
+@pytest.mark.parametrize("peaked", [False, True])
+def test_error_does_not_grow_with_length(peaked, name):
+    """Spread evenly, the output is small and the sum long; peaked, one token outweighs 131,071 others."""
+    config, D, dtype, ratio = VARIANTS[name]
+    errors = {}
+    for T in (4096, 32_768, 131_072):
+        k, v = (randn(1, 3, T, D, dtype=dtype, seed=seed).cuda() for seed in (1, 2))
+        q = queries(1, 3 * ratio, 1, D, dtype, **DEVICE)
+        if peaked:
+            k[:, :, T // 3] = 2 * q[0, ::ratio, 0]
+        errors[T] = Case(config, k, v).check(q, **GLUON)
+    assert errors[131_072] <= 1.5 * errors[4096] + TOLERANCE[dtype] / 20, errors
+
+
+def test_sink_logits_and_scale():
+    case, q = Case.random(KIVI2, 2, 3, 3000, 128, lengths=[3000, 0], **DEVICE), queries(2, 12, 1, 128, **DEVICE)
+    sinks = torch.linspace(-5, 5, 12, device="cuda")
+    case.check(3 * q, sink_logits=sinks, **GLUON)
+    case.check(q, sink_logits=sinks, scale=0.5, **GLUON)
+
+
+def test_queries_of_any_strides():
+    case, q = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE), queries(2, 12, 1, 128, **DEVICE)
+    expected = attend(q, case.cache.storage, **GLUON)
+    for other in (q.transpose(1, 2).contiguous().transpose(1, 2), q.mT.contiguous().mT, torch.cat([q, q])[2:]):
+        assert_bitwise_equal(attend(other, case.cache.storage, **GLUON), expected)
+
+
+def test_runs_are_equal_bit_for_bit():
+    for T in (300, 20_000):
+        case, q = Case.random(KIVI2, 2, 3, T, 128, **DEVICE), queries(2, 12, 1, 128, **DEVICE)
+        first = attend(q, case.cache.storage, return_lse=True, **GLUON)
+        for _ in range(20):
+            for a, b in zip(attend(q, case.cache.storage, return_lse=True, **GLUON), first, strict=True):
+                assert_bitwise_equal(a, b)
+
+
+def test_one_graph_serves_growing_lengths():
+    """Captured once, twice in a row; lengths, packed and table change on the device."""
+    T, cuts = 5000, [5000, 100, 129, 257, 600, 2999, 4999]
+    k, v = (randn(2, 3, T, 128, dtype=FP16, seed=seed).cuda() for seed in (1, 2))
+    layer = LayerCache(KIVI2, 2, 3, 128, FP16, "cuda", max_tokens=T)
+    q = queries(2, 12, 1, 128, **DEVICE)
+    attend(q, layer.storage, **GLUON)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [attend(q, layer.storage, return_lse=True, **GLUON) for _ in range(2)]
+    for length in cuts:
+        layer.reset()
+        layer.append(k[:, :, :length], v[:, :, :length])
+        for x in (*results[0], *results[1]):
+            x.fill_(torch.nan)
+        graph.replay()
+        case = Case(KIVI2, k[:, :, :length], v[:, :, :length], max_tokens=T)
+        expected = attend(q, case.cache.storage, return_lse=True, **GLUON)
+        for result in results:
+            for a, b in zip(result, expected, strict=True):
+                assert_bitwise_equal(a, b)
+        case.check(q, **GLUON)
+
+
+def test_launches_that_overlap():
+    """Kernels start before their predecessors end: what these write must be seen, and results not overwritten."""
+    case = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE)
+    qs = [queries(2, 12, 1, 128, seed=seed, **DEVICE) for seed in range(50)]
+    expected = []
+    for q in qs:
+        expected.append(attend(q, case.cache.storage, **GLUON))
+        torch.cuda.synchronize()
+    out, q = [], torch.empty_like(qs[0])
+    for other in qs:
+        q.copy_(other)
+        out.append(attend(q, case.cache.storage, **GLUON))
+        q.fill_(torch.nan)
+    for a, b in zip(out, expected, strict=True):
+        assert_bitwise_equal(a, b)
+
+
+def test_an_attend_waits_for_nothing():
+    case = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE)
+    q, new = queries(2, 12, 1, 128, **DEVICE), new_tokens(2, 3, 1, 128, **DEVICE)
+    attend(q, case.cache.storage, *new, **GLUON)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(q, case.cache.storage, *new, **GLUON)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_two_billion_words():
+    """Pages at the far end of a pool of more than 2^31 words, whose other words are NaN."""
+    case, q = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE), queries(2, 12, 1, 128, **DEVICE)
+    storage = case.cache.storage
+    expected = attend(q, storage, **GLUON)
+    near = storage.pool
+    far = 2**31 // near[0].numel() + 1
+    storage.pool = torch.full((far + len(near), *near.shape[1:]), -1, dtype=torch.int32, device="cuda")
+    storage.pool[far:] = near
+    storage.table = torch.where(storage.table >= 0, storage.table + far, -1)
+    assert_bitwise_equal(attend(q, storage, **GLUON), expected)
+
+
+@pytest.mark.parametrize("name", ["kivi2", "balanced"])
+def test_what_lies_behind_the_end_does_not_matter(name):
+    config, D, dtype, ratio = VARIANTS[name]
+    case = Case.random(config, 2, 3, 300, D, dtype, [300, 40], max_tokens=600, **DEVICE)
+    storage, q = case.cache.storage, queries(2, 3 * ratio, 1, D, dtype, **DEVICE)
+    expected = attend(q, storage, **GLUON)
+    empty = storage.dense_tokens() >= storage.lengths[:, None]
+    for x in (storage.dense_k, storage.dense_v):
+        x.masked_fill_(empty[:, None, :, None], torch.nan)
+    used = torch.zeros(len(storage.pool), dtype=torch.bool, device="cuda")
+    used[storage.table[storage.table >= 0].long()] = True
+    storage.pool[~used] = -1
+    assert_bitwise_equal(attend(q, storage, **GLUON), expected)
+
+
+def test_what_it_does_not_take_goes_to_the_portable_kernel_and_is_counted():
+    """A decode step is attended by Gluon, a chunk of more than 16 columns by Triton."""
+    layer = LayerCache(KIVI2, 1, 2, 128, FP16, "cuda")
+    for M in (500, 1, 1, 40, 1):
+        q = queries(1, 8, M, 128, **DEVICE)
+        layer.step(q, *new_tokens(1, 2, M, 128, **DEVICE))
+    assert layer.backends["attend"] == "gluon"
+    assert layer.attend_calls == {"gluon": 3, "triton": 1}
+    q = queries(1, 8, 1, 128, **DEVICE)
+    for options in ({"softcap": 30.0}, {"window": 100}):
+        assert_bitwise_equal(
+            attend(q, layer.storage, **options), attend(q, layer.storage, **options, backend="triton")
+        )
+        with pytest.raises(ValueError, match="gluon cannot run here, softcap, window"):
+            attend(q, layer.storage, **options, **GLUON)
+    with pytest.raises(ValueError, match="gluon cannot run here, head_dim: expected 64 or 128, got 80"):
+        LayerCache(KIVI2, 1, 2, 80, FP16, "cuda", backend="gluon")
+    assert LayerCache(KIVI2, 1, 2, 80, FP16, "cuda").backends["attend"] == "triton"
+    with pytest.raises(ValueError, match="at most 16"):
+        attend(queries(1, 34, 1, 128, **DEVICE), layer.storage, **GLUON)
