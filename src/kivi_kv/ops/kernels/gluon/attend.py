@@ -83,7 +83,7 @@ def attend_gluon(
         **share, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     # partial results of a row, about: few are read at once, many in turns by more programs
-    DB, BLOCK, warps = (D, 8, 1) if programs <= 8 * rows else (32, 64, 2)
+    DB, BLOCK, warps = (D, 8, 1) if programs <= 8 * rows else (32, 64, 2) if programs <= 64 * rows else (32, 256, 8)
     combine_kernel[(columns, rows, D // DB)](
         part, part_lse, storage.lengths, storage.packed, part_lse if sink_logits is None else sink_logits, out, lse,
         *out.stride()[:3], B, H, M, programs, COLUMNS=4 * TILES, DB=DB, BLOCK=BLOCK,

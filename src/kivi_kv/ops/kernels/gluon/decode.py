@@ -100,7 +100,7 @@ def _scaled(x, factor):
 def _copy_part(codes, params, source, CODES: gl.constexpr, PARAMS: gl.constexpr):
     """K or V of a page: codes, scales and zeros."""
     names.copy_to_shared(codes, source + gl.arange(0, CODES, layout=_LINE))
-    names.copy_to_shared(params, source + CODES + gl.arange(0, PARAMS, layout=_LINE))
+    names.copy_to_shared(params.slice(0, PARAMS), source + CODES + gl.arange(0, PARAMS, layout=_LINE))
     names.commit_group()
 
 
@@ -111,7 +111,7 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
     VT: gl.constexpr = len(acc_zero)
     NB: gl.constexpr = D // 32
     wide_sums = pairs(sums)
-    group = gl.expand_dims(gl.arange(0, VG, layout=gl.SliceLayout(1, MMA)), 1)
+    group = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)), 1)
     for t in gl.static_range(VT):
         column = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
         column = 8 * t + column // 2 + column % 2 * 4  # even ones are of one tile of 4, odd ones of the next
@@ -120,7 +120,7 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
         inverse = gl.expand_dims(2.0**24 / gl.where(total == 0.0, 1.0, total), 0)
         column = gl.expand_dims(column, 0)
         for nb in gl.static_range(NB):
-            zero = gl.expand_dims(gl.sum(gl.where(group == nb * VG // NB, acc_zero[t], 0.0), 0), 0)
+            zero = gl.expand_dims(gl.sum(gl.where(group == VG + nb * VG // NB, acc_zero[t], 0.0), 0), 0)
             channel = gl.expand_dims(nb * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, MMA)), 1)
             mean = (acc[nb * VT + t] + zero) * inverse
             gl.store(part_ptr + column * D + channel, mean, mask=(column < COLUMNS) & (channel >= 0))
@@ -152,9 +152,9 @@ def decode_kernel(
     WORDS: gl.constexpr = K_WORDS + V_CODES + VG * 128
     ZERO_UNIT: gl.constexpr = 2.0**-24
     k_codes = gl.allocate_shared_memory(gl.int32, [K_CODES], FLAT)
-    k_params = gl.allocate_shared_memory(gl.int32, [KG * D], FLAT)
+    k_params = gl.allocate_shared_memory(gl.int32, [4 * D], FLAT)  # 8 rows of channels, as an operand has
     v_codes = gl.allocate_shared_memory(gl.int32, [V_CODES], FLAT)
-    v_params = gl.allocate_shared_memory(gl.int32, [VG * 128], FLAT)
+    v_params = gl.allocate_shared_memory(gl.int32, [1024], FLAT)  # 16 rows of tokens
     queries = k_params
     if TILES > 1:
         queries = gl.allocate_shared_memory(gl.int32, [TILES * NB, 8, 4, 4], FLAT3)
@@ -216,7 +216,7 @@ def decode_kernel(
             m = m + (gl.full([8], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA)),)
         for t in gl.static_range(TILES):
             sums = sums + (units[t] * 0.0,)
-        reference, acc, acc_zero = m, zeros(VT * NB, 32), zeros(VT, VG)
+        reference, acc, acc_zero = m, zeros(VT * NB, 32), zeros(VT, 16)
 
         # K of the next unit is on its way while V of this one is attended, and the other way round
         for i in range(first, stop):
@@ -226,7 +226,7 @@ def decode_kernel(
             names.barrier()
             k_unit = 1.0
             if WIDE:
-                k_unit = to_half(k_params, KG * D, 13)
+                k_unit = to_half(k_params.slice(0, KG * D), KG * D, 13)
                 names.barrier()
             x = page_logits(k_codes, k_params, q, D, G, K_BITS, TILES, L)
             names.barrier()

@@ -14,7 +14,7 @@ from .operands import (
     A,
     B,
     apart,
-    from_words,
+    as_halves,
     joined,
     load_words,
     multiply,  # fmt: skip
@@ -26,15 +26,17 @@ _WORDS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 1, 1], [2, 1, 
 # [pair of lanes, 8 halves or 4 words]: the same for all eight rows of lanes
 _BY_PAIR = gl.constexpr([[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]])
 _PAIRS = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], _BY_PAIR.value, [], [], [4, 8]))
+# [rows, 1, pair of lanes, 8 halves]
+_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        [],
+        [],
+        [8, 1, 4, 8],
+    )
+)
 _PAIRS32 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2]], _BY_PAIR.value, [], [], [4, 4]))
-
-
-@gluon.constexpr_function
-def _group_rows(groups):
-    """[groups, 1, pair of lanes, 8]: rows of lanes hold a group each, as far as there are groups."""
-    rows = [[g if g < groups else 0, 0, 0, 0] for g in (1, 2, 4)]
-    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]]
-    return gl.DistributedLinearLayout(registers, [[0, 0, 1, 0], [0, 0, 2, 0], *rows], [], [], [groups, 1, 4, 8])
 
 
 @gluon.constexpr_function
@@ -78,26 +80,43 @@ def _two_terms(q, scale):
 
 
 @gluon.jit
-def _k_zeros(params, kb, D: gl.constexpr, KG: gl.constexpr):
-    """Zeros of 32 channels as the operand [KG groups, 32]."""
-    x = names.view(params.slice(KG * (D // 2), KG * (D // 2)), gl.float16, [KG, D // 32, 4, 8], FLAT4)
-    x = x.slice(kb, 1, 1).load(_group_rows(KG)).reshape([KG, 4, 2, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([KG, 32])
-    return gl.convert_layout(x, A, assert_trivial=True)
+def _add_biases(params, kb, words, sums, D: gl.constexpr):
+    """Add scales and zeros . q of 32 channels to sums: two [16, 8].
+
+    The operand's registers are 16 bytes of memory as they are: rows of lanes are those of params, rows 0 .. 7 and
+    8 .. 15 are channels 8 apart (r1), and blocks of 16 channels are its columns 8 apart. So the first sum, with the
+    queries of one half of the channels, counts in its upper rows, the second in its lower ones.
+    """
+    x = names.view(params, gl.float16, [8, D // 32, 4, 8], FLAT4).slice(kb, 1, 1).load(_ROWS)
+    x = x.reshape([8, 4, 2, 2, 2]).permute([3, 0, 2, 1, 4]).reshape([16, 16])  # (r1, row), (block, pair, half)
+    x = gl.convert_layout(x, A, assert_trivial=True)
+    halves = gl.split(words.reshape([2, 2, 4, 8]).permute([0, 2, 3, 1]))
+    new = ()
+    for r1 in gl.static_range(2):
+        low, high = as_halves(halves[r1].reshape([8, 8]))
+        q = gl.join(low, high).permute([0, 2, 1]).reshape([16, 8])
+        new = new + (mma_v2(x, gl.convert_layout(q, B, assert_trivial=True), sums[r1]),)
+    return new
 
 
 @gluon.jit
-def _rows_apart(x, KG: gl.constexpr):
-    """Rows of [KG, 8], whose even columns equal the odd ones: KG of [16, 4], each the same in every row."""
-    rows = ()
-    if KG == 1:
-        rows = rows + (apart(x)[0],)
-    else:
-        row = gl.expand_dims(gl.arange(0, KG, layout=gl.SliceLayout(1, MMA)), 1)
-        odd = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, MMA)) % 2, 0)
-        for g in gl.static_range(0, KG, 2):
-            two = gl.sum(gl.where(row == g + odd, x, 0.0), 0)  # even columns of one row, odd ones of the next
-            rows = rows + apart(gl.expand_dims(two, 0))
-    return rows
+def _biases(sums, KG: gl.constexpr):
+    """zero . q by group, for all rows of a slot: KG of [16, 4], from the sums of _add_biases."""
+    upper, _ = gl.split(sums[0].reshape([2, 8, 8]).permute([1, 2, 0]))
+    _, lower = gl.split(sums[1].reshape([2, 8, 8]).permute([1, 2, 0]))
+    x = upper + lower  # [8, 8]: rows of params; even columns equal the odd ones
+    column = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, x.type.layout)), 0)
+    biases = ()
+    for g in gl.static_range(0, KG, 2):
+        # even columns of one row, odd ones of the next, from the lane that holds them to all rows of lanes
+        lane = gl.broadcast((KG + g + column % 2) * 4 + column // 2, x)[0]
+        y = gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        y = gl.join(y, y).permute([2, 0, 1]).reshape([16, 8])
+        biases = biases + apart(gl.convert_layout(y, MMA, assert_trivial=True))
+    return biases
 
 
 @gluon.jit
@@ -118,15 +137,15 @@ def page_logits(codes, params, q, D: gl.constexpr, G: gl.constexpr, BITS: gl.con
     KG: gl.constexpr = 128 // G
     GS: gl.constexpr = G // 16  # slots of a group
     NB: gl.constexpr = D // 32
-    sums, biases = zeros(8 * TILES, 16), zeros(TILES, KG)
+    sums, biases = zeros(8 * TILES, 16), zeros(2 * TILES, 16)
     for kb in gl.static_range(NB):
-        zero = _k_zeros(params, kb, D, KG)
         words, queries, new_sums, new_biases = (), (), (), ()
         for plane in gl.static_range(BITS // 2):
             words = words + (_words(codes, plane, kb, D),)
         for t in gl.static_range(TILES):
             queries = queries + (query(q, t * NB + kb, L),)
-            new_biases = new_biases + (mma_v2(zero, from_words(queries[t]), biases[t]),)
+            two = (biases[2 * t], biases[2 * t + 1])
+            new_biases = new_biases + _add_biases(params, kb, queries[t], two, D)
         for g in gl.static_range(KG):
             scale = names.view(params.slice(g * (D // 2) + kb * 16, 16), gl.int32, [4, 4], FLAT2).load(_PAIRS32)
             scale = scale.reshape([4, 2, 2]).permute([1, 2, 0]).reshape([16])
@@ -140,15 +159,16 @@ def page_logits(codes, params, q, D: gl.constexpr, G: gl.constexpr, BITS: gl.con
                 for t in gl.static_range(TILES):
                     new_sums = new_sums + (mma_v2(code, scaled[t], sums[j * TILES + t]),)
         sums, biases = new_sums, new_biases
+    PER: gl.constexpr = max(KG, 2)
     rows = ()
     for t in gl.static_range(TILES):
-        rows = rows + _rows_apart(biases[t], KG)
+        rows = rows + _biases((biases[2 * t], biases[2 * t + 1]), KG)
     logits = ()
     for j in gl.static_range(8):
         for t in gl.static_range(TILES):
             high, low = apart(sums[j * TILES + t])
             x = (high + low) * (1.0 / slot_unit(j % SLOTS, BITS, "subnormal"))
-            logits = logits + (x + rows[t * KG + j // GS],)
+            logits = logits + (x + rows[t * PER + j // GS],)
     return logits
 
 
@@ -162,7 +182,9 @@ def _in_unit(x, UNIT: gl.constexpr):
 @gluon.jit
 def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D: gl.constexpr, G: gl.constexpr,
                 BITS: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
-    """acc [32 channels, 8] by 32 channels and tile of 8, acc_zero [groups, 8] by tile: alpha times it, and this.
+    """acc [32 channels, 8] by 32 channels and tile of 8, acc_zero [16, 8] by tile: alpha times it, and this.
+
+    Rows of acc_zero are those of params, as an operand of 16 rows has them: scales, zeros, what lies behind.
 
     weights: fp16 operands [16 tokens, 8], by slot and tile. acc, acc_zero are in units of 2^-24. A page's sums
     start from zero, for a matrix unit cuts what it adds to a long sum. unit: of scales, if WIDE.
@@ -172,8 +194,8 @@ def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D
     VG: gl.constexpr = (D + G - 1) // G
     PER: gl.constexpr = NB // VG  # blocks of 32 channels of a group
     TILES: gl.constexpr = len(acc_zero)
-    added, scaled = zeros(TILES, VG), ()
-    table = names.view(params.slice(VG * 64, VG * 64), gl.float16, [VG, 128], FLAT2)
+    added, scaled = zeros(TILES, 16), ()
+    table = names.view(params, gl.float16, [16, 128], FLAT2)
     for j in gl.static_range(8):
         zero = table.slice(j * 16, 16, 1).load(A)
         sums = ()
