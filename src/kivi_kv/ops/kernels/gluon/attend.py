@@ -7,19 +7,26 @@ import torch
 import triton
 from torch import Tensor
 
+from ....config import PAGE
+from ....format import PageLayout
 from ....storage import KVStorage
 from .combine import combine_kernel
 from .decode import decode_kernel
 
 _LOG2E = 1.4426950408889634
-_WARPS_PER_SM = 8  # programs of one warp, whose registers are a quarter of a scheduler's each
+_WARPS_PER_SM = 8  # programs of one warp: their registers allow two on each of four schedulers
 
 
-@lru_cache(maxsize=64)
-def _device(device: torch.device) -> tuple[int, bool]:
+@lru_cache(maxsize=256)
+def _device(device: torch.device, layout: PageLayout, tiles: int) -> tuple[int, bool]:
     """Programs that run at once, and whether a kernel may start before the one before it has ended."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count * _WARPS_PER_SM, properties.major >= 9
+    k_code, k_param, _, v_code, v_param, _ = layout.sizes
+    rows = 8 * layout.head_dim // 2 + 16 * PAGE // 2  # of zeros, as operands have them
+    queries = 4 * tiles * layout.head_dim if tiles > 1 else 0
+    nbytes = 4 * (k_code + k_param + v_code + v_param + rows + queries) + 1024  # which every program costs
+    resident = min(_WARPS_PER_SM, properties.shared_memory_per_multiprocessor // nbytes)
+    return properties.multi_processor_count * resident, properties.major >= 9
 
 
 def _shares(most: int, rows: int) -> int:
@@ -58,7 +65,7 @@ def attend_gluon(
     columns = M * GQ
     TILES = 1 if columns <= 4 else 2
     column_tiles = triton.cdiv(columns, 4 * TILES)
-    most, pdl = _device(q.device)
+    most, pdl = _device(q.device, layout, TILES)
     units = storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16) + 1
     programs = min(_shares(most // column_tiles, rows), rows * units)
     q = q if q.stride(3) == 1 else q.contiguous()

@@ -5,8 +5,21 @@ from triton.experimental.gluon import language as gl
 
 from . import names
 from .dense import copy_new, copy_rows, dense_logits, dense_values
-from .operands import FLAT, FLAT3, LANES, MMA, B, apart, pairs, store_words, tiles, to_words, weight_operands, zeros
-from .page import page_logits, page_values, to_half, v_shift
+from .operands import (
+    FLAT,
+    FLAT3,
+    LANES,
+    MMA,
+    B,
+    apart,
+    pairs,
+    store_words,
+    tiles,
+    to_words,
+    weight_operands,
+    zeros,
+)
+from .page import k_to_half, page_logits, page_values, to_half, v_shift
 from .share import dense_tokens, programs_used, row_cost, share_start, units_before
 
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
@@ -97,10 +110,19 @@ def _scaled(x, factor):
 
 
 @gluon.jit
-def _copy_part(codes, params, source, CODES: gl.constexpr, PARAMS: gl.constexpr):
-    """K or V of a page: codes, scales and zeros."""
+def _copy_part(codes, scales, zeros, source, COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    """K or V of a page: codes, scales and COUNT rows of zeros, WIDTH words each."""
+    CODES: gl.constexpr = codes.shape[0]
+    SCALES: gl.constexpr = scales.shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [1, 1], [1, 0])
     names.copy_to_shared(codes, source + gl.arange(0, CODES, layout=_LINE))
-    names.copy_to_shared(params.slice(0, PARAMS), source + CODES + gl.arange(0, PARAMS, layout=_LINE))
+    names.copy_to_shared(scales, source + CODES + gl.arange(0, SCALES, layout=_LINE))
+    row = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)), 1)
+    at = row * WIDTH + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L)), 0)
+    # HALVES, of fewer rows
+    layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, COUNT, [1, 0])
+    rows = names.view(zeros.slice(0, COUNT * WIDTH), gl.int32, [COUNT, WIDTH], layout)
+    names.copy_to_shared(rows, source + CODES + SCALES + at)
     names.commit_group()
 
 
@@ -120,7 +142,7 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
         inverse = gl.expand_dims(2.0**24 / gl.where(total == 0.0, 1.0, total), 0)
         column = gl.expand_dims(column, 0)
         for nb in gl.static_range(NB):
-            zero = gl.expand_dims(gl.sum(gl.where(group == VG + nb * VG // NB, acc_zero[t], 0.0), 0), 0)
+            zero = gl.expand_dims(gl.sum(gl.where(group == nb * VG // NB, acc_zero[t], 0.0), 0), 0)
             channel = gl.expand_dims(nb * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, MMA)), 1)
             mean = (acc[nb * VT + t] + zero) * inverse
             gl.store(part_ptr + column * D + channel, mean, mask=(column < COLUMNS) & (channel >= 0))
@@ -152,10 +174,12 @@ def decode_kernel(
     WORDS: gl.constexpr = K_WORDS + V_CODES + VG * 128
     ZERO_UNIT: gl.constexpr = 2.0**-24
     k_codes = gl.allocate_shared_memory(gl.int32, [K_CODES], FLAT)
-    k_params = gl.allocate_shared_memory(gl.int32, [4 * D], FLAT)  # 8 rows of channels, as an operand has
+    k_scales = gl.allocate_shared_memory(gl.int32, [KG * D // 2], FLAT)
+    k_zeros = gl.allocate_shared_memory(gl.int32, [4 * D], FLAT)  # 8 rows, as lanes have: KG of them in use
     v_codes = gl.allocate_shared_memory(gl.int32, [V_CODES], FLAT)
-    v_params = gl.allocate_shared_memory(gl.int32, [1024], FLAT)  # 16 rows of tokens
-    queries = k_params
+    v_scales = gl.allocate_shared_memory(gl.int32, [VG * 64], FLAT)
+    v_zeros = gl.allocate_shared_memory(gl.int32, [1024], FLAT)  # 16 rows, as an operand has: VG in use
+    queries = k_scales
     if TILES > 1:
         queries = gl.allocate_shared_memory(gl.int32, [TILES * NB, 8, 4, 4], FLAT3)
     L: gl.constexpr = to_words(gl.zeros([32, 8], gl.float16, layout=B)).type.layout
@@ -203,8 +227,8 @@ def decode_kernel(
         after = gl.load(entries + first + 1, mask=first + 1 < stop, other=0).to(gl.int64)
         page = pool_ptr + (slot * H + h64) * WORDS
         if first < stop:
-            _copy_part(k_codes, k_params, page, K_CODES, KG * D)
-            _copy_part(v_codes, v_params, page + K_WORDS, V_CODES, VG * 128)
+            _copy_part(k_codes, k_scales, k_zeros, page, KG, D // 2)
+            _copy_part(v_codes, v_scales, v_zeros, page + K_WORDS, VG, 64)
         q_row = q_ptr + b64 * stride_qb + h64 * (GQ * stride_qh)
         q, units = _queries(q_row, stride_qh, stride_qm, M, column0, factor, queries, GQ, TILES, D)
         if TILES > 1:
@@ -226,34 +250,34 @@ def decode_kernel(
             names.barrier()
             k_unit = 1.0
             if WIDE:
-                k_unit = to_half(k_params.slice(0, KG * D), KG * D, 13)
+                k_unit = k_to_half(k_scales, k_zeros.slice(0, KG * D // 2))
                 names.barrier()
-            x = page_logits(k_codes, k_params, q, D, G, K_BITS, TILES, L)
+            x = page_logits(k_codes, k_scales, k_zeros, q, D, G, K_BITS, TILES, L)
             names.barrier()
             if i + 1 < stop:
-                _copy_part(k_codes, k_params, page, K_CODES, KG * D)
+                _copy_part(k_codes, k_scales, k_zeros, page, KG, D // 2)
             else:
                 names.commit_group()
             names.wait_group(1)
             names.barrier()
             if WIDE:
-                v_unit = to_half(v_params.slice(0, VG * 64), VG * 64, 0)
-                zero_unit = to_half(v_params.slice(VG * 64, VG * 64), VG * 64, 13) * ZERO_UNIT
+                v_unit = to_half(v_scales, 0)
+                zero_unit = to_half(v_zeros.slice(0, VG * 64), 13) * ZERO_UNIT
                 names.barrier()
                 m, reference, alpha, sums, p = _softmax(
                     x, _scaled(units, k_unit), _scaled(wide_units, k_unit), m, reference, sums, 0.0
                 )
             else:
                 v_unit, zero_unit = 1.0, ZERO_UNIT
-                shift = v_shift(v_params, VG * 64)
+                shift = v_shift(v_scales)
                 m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, shift)
             acc, acc_zero = page_values(
-                v_codes, v_params, weight_operands(p, TILES, gl.float16), acc, acc_zero, alpha, v_unit, zero_unit,
-                D, G, V_BITS, WIDE,
+                v_codes, v_scales, v_zeros, weight_operands(p, TILES, gl.float16), acc, acc_zero, alpha,
+                v_unit, zero_unit, D, G, V_BITS, WIDE,
             )  # fmt: skip
             names.barrier()
             if i + 1 < stop:
-                _copy_part(v_codes, v_params, page + K_WORDS, V_CODES, VG * 128)
+                _copy_part(v_codes, v_scales, v_zeros, page + K_WORDS, VG, 64)
             else:
                 names.commit_group()
 
@@ -277,7 +301,7 @@ def decode_kernel(
         names.barrier()
 
         if HAS_NEW:  # noqa: SIM102 (a constant, then what the device decides)
-            if high >= row + cost_b:  # the new tokens are the row's last unit
+            if last > packed_b + (tokens + 15) // 16:  # the new tokens are the row's last unit
                 copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, M, D)
                 copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, M, D)
                 names.wait_group(0)

@@ -5,14 +5,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from . import names
-from .operands import MMA, A, apart, from_words, weight_operands
+from .operands import HALVES, MMA, A, apart, from_words, weight_operands
 from .page import query
 
 
 @gluon.jit
 def _rows(codes, D: gl.constexpr, DTYPE: gl.constexpr):
     """A page's codes' memory as [16 tokens, D]."""
-    return names.view(codes.slice(0, 8 * D), DTYPE, [16, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    return names.view(codes.slice(0, 8 * D), DTYPE, [16, D], HALVES)
 
 
 @gluon.jit

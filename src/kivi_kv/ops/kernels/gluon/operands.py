@@ -10,7 +10,8 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-FLAT4 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+# rows of halves, their 16-byte pieces so placed that those of one column lie in different banks
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from . import names
 from .operands import (
     FLAT2,
     FLAT3,
-    FLAT4,
+    HALVES,
     MMA,
     A,
     B,
@@ -26,15 +26,9 @@ _WORDS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 1, 1], [2, 1, 
 # [pair of lanes, 8 halves or 4 words]: the same for all eight rows of lanes
 _BY_PAIR = gl.constexpr([[1, 0], [2, 0], [0, 0], [0, 0], [0, 0]])
 _PAIRS = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], _BY_PAIR.value, [], [], [4, 8]))
-# [rows, 1, pair of lanes, 8 halves]
-_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        [],
-        [],
-        [8, 1, 4, 8],
-    )
+# [rows of lanes, 32 halves]: 16 bytes a lane
+_LANE_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [], [], [8, 32])
 )
 _PAIRS32 = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2]], _BY_PAIR.value, [], [], [4, 4]))
 
@@ -80,14 +74,15 @@ def _two_terms(q, scale):
 
 
 @gluon.jit
-def _add_biases(params, kb, words, sums, D: gl.constexpr):
-    """Add scales and zeros . q of 32 channels to sums: two [16, 8].
+def _add_biases(zeros, kb, words, sums, D: gl.constexpr):
+    """Add zeros . q of 32 channels to sums: two [16, 8].
 
-    The operand's registers are 16 bytes of memory as they are: rows of lanes are those of params, rows 0 .. 7 and
-    8 .. 15 are channels 8 apart (r1), and blocks of 16 channels are its columns 8 apart. So the first sum, with the
-    queries of one half of the channels, counts in its upper rows, the second in its lower ones.
+    The operand's registers are 16 bytes of memory as they are: rows of lanes are groups (what lies behind them goes
+    to rows of the sums that nothing reads), rows 0 .. 7 and 8 .. 15 are channels 8 apart (r1), and blocks of 16
+    channels are its columns 8 apart. So the first sum, with the queries of one half of the channels, counts in its
+    upper rows, the second in its lower ones.
     """
-    x = names.view(params, gl.float16, [8, D // 32, 4, 8], FLAT4).slice(kb, 1, 1).load(_ROWS)
+    x = names.view(zeros, gl.float16, [8, D], HALVES).slice(kb * 32, 32, 1).load(_LANE_ROWS)
     x = x.reshape([8, 4, 2, 2, 2]).permute([3, 0, 2, 1, 4]).reshape([16, 16])  # (r1, row), (block, pair, half)
     x = gl.convert_layout(x, A, assert_trivial=True)
     halves = gl.split(words.reshape([2, 2, 4, 8]).permute([0, 2, 3, 1]))
@@ -104,12 +99,12 @@ def _biases(sums, KG: gl.constexpr):
     """zero . q by group, for all rows of a slot: KG of [16, 4], from the sums of _add_biases."""
     upper, _ = gl.split(sums[0].reshape([2, 8, 8]).permute([1, 2, 0]))
     _, lower = gl.split(sums[1].reshape([2, 8, 8]).permute([1, 2, 0]))
-    x = upper + lower  # [8, 8]: rows of params; even columns equal the odd ones
+    x = upper + lower  # [8, 8], a row a group; even columns equal the odd ones
     column = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, x.type.layout)), 0)
     biases = ()
     for g in gl.static_range(0, KG, 2):
         # even columns of one row, odd ones of the next, from the lane that holds them to all rows of lanes
-        lane = gl.broadcast((KG + g + column % 2) * 4 + column // 2, x)[0]
+        lane = gl.broadcast((g + column % 2) * 4 + column // 2, x)[0]
         y = gl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=True,
             pack=1,
@@ -126,8 +121,10 @@ def query(q, i: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def page_logits(codes, params, q, D: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, TILES: gl.constexpr,
-                L: gl.constexpr):  # fmt: skip
+def page_logits(
+    codes, scales, k_zeros, q,
+    D: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, TILES: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
     """Logits of a page: a tuple, by slot and tile of 4 columns, of [16 tokens, 4].
 
     q: words [16, 8] by tile and 32 channels, columns 2 c and 2 c + 1 holding column c; L is their layout.
@@ -145,9 +142,9 @@ def page_logits(codes, params, q, D: gl.constexpr, G: gl.constexpr, BITS: gl.con
         for t in gl.static_range(TILES):
             queries = queries + (query(q, t * NB + kb, L),)
             two = (biases[2 * t], biases[2 * t + 1])
-            new_biases = new_biases + _add_biases(params, kb, queries[t], two, D)
+            new_biases = new_biases + _add_biases(k_zeros, kb, queries[t], two, D)
         for g in gl.static_range(KG):
-            scale = names.view(params.slice(g * (D // 2) + kb * 16, 16), gl.int32, [4, 4], FLAT2).load(_PAIRS32)
+            scale = names.view(scales.slice(g * (D // 2) + kb * 16, 16), gl.int32, [4, 4], FLAT2).load(_PAIRS32)
             scale = scale.reshape([4, 2, 2]).permute([1, 2, 0]).reshape([16])
             scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, L), assert_trivial=True), 1)
             scaled = ()
@@ -180,12 +177,13 @@ def _in_unit(x, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D: gl.constexpr, G: gl.constexpr,
-                BITS: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
+def page_values(
+    codes, scales, v_zeros, weights, acc, acc_zero, alpha, unit, zero_unit,
+    D: gl.constexpr, G: gl.constexpr, BITS: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
     """acc [32 channels, 8] by 32 channels and tile of 8, acc_zero [16, 8] by tile: alpha times it, and this.
 
-    Rows of acc_zero are those of params, as an operand of 16 rows has them: scales, zeros, what lies behind.
-
+    Rows of acc_zero are groups, of which an operand has 16; nothing reads what lies behind them.
     weights: fp16 operands [16 tokens, 8], by slot and tile. acc, acc_zero are in units of 2^-24. A page's sums
     start from zero, for a matrix unit cuts what it adds to a long sum. unit: of scales, if WIDE.
     """
@@ -195,7 +193,7 @@ def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D
     PER: gl.constexpr = NB // VG  # blocks of 32 channels of a group
     TILES: gl.constexpr = len(acc_zero)
     added, scaled = zeros(TILES, 16), ()
-    table = names.view(params, gl.float16, [16, 128], FLAT2)
+    table = names.view(v_zeros, gl.float16, [16, 128], HALVES)
     for j in gl.static_range(8):
         zero = table.slice(j * 16, 16, 1).load(A)
         sums = ()
@@ -211,7 +209,7 @@ def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D
     for g in gl.static_range(VG):
         operands = ()
         for jp in gl.static_range(4):
-            two = names.view(params.slice((jp * VG + g) * 16, 16), gl.float16, [4, 8], FLAT2).load(_PAIRS)
+            two = names.view(scales.slice((jp * VG + g) * 16, 16), gl.float16, [4, 8], FLAT2).load(_PAIRS)
             two = gl.split(two.reshape([4, 2, 2, 2]).permute([0, 2, 3, 1]))
             for i in gl.static_range(2):
                 scale = two[i].permute([1, 0, 2]).reshape([16])
@@ -237,27 +235,50 @@ def page_values(codes, params, weights, acc, acc_zero, alpha, unit, zero_unit, D
     return new_acc, new_zeros
 
 
+@gluon.constexpr_function
+def _spread(words):
+    return gl.BlockedLayout([words // 32], [32], [1], [0])
+
+
 @gluon.jit
-def v_shift(params, WORDS: gl.constexpr):
+def v_shift(scales):
     """-log2 of the power of two in a page's largest V scale, at most 1: weights times scales stay in fp16."""
-    words = params.slice(0, WORDS).load(gl.BlockedLayout([WORDS // 32], [32], [1], [0])).to(gl.uint32)
+    words = scales.load(_spread(scales.shape[0])).to(gl.uint32)
     top = gl.max(gl.maximum(words & 0xFFFF, words >> 16), 0)
     return gl.minimum(15 - (top >> 10).to(gl.int32), 1).to(gl.float32)
 
 
 @gluon.jit
-def to_half(params, WORDS: gl.constexpr, TOP: gl.constexpr):
-    """bf16 numbers to fp16 in place, by a power of two that takes the largest to 2^TOP; -> what undoes it."""
-    L: gl.constexpr = gl.BlockedLayout([WORDS // 32], [32], [1], [0])
-    words = params.load(L)
-    top = gl.max(gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 0) >> 7
-    exponent = gl.maximum(gl.minimum(254 + TOP - top, 253), 1)
+def _top(words):
+    """The largest exponent field of bf16 numbers, two a word."""
+    return gl.max(gl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 0) >> 7
+
+
+@gluon.jit
+def _to_half(numbers, words, exponent):
+    """Store bf16 numbers as fp16, times the power of two with that exponent field; -> what undoes it."""
     factor = (exponent << 23).to(gl.float32, bitcast=True)
     low = (words << 16).to(gl.float32, bitcast=True) * factor
     high = (words & -65536).to(gl.float32, bitcast=True) * factor
-    params.store(
+    numbers.store(
         gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
         )
     )
     return ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def to_half(numbers, TOP: gl.constexpr):
+    """bf16 numbers to fp16 in place, by a power of two that takes the largest to 2^TOP; -> what undoes it."""
+    words = numbers.load(_spread(numbers.shape[0]))
+    return _to_half(numbers, words, gl.maximum(gl.minimum(254 + TOP - _top(words), 253), 1))
+
+
+@gluon.jit
+def k_to_half(scales, zeros):
+    """The same of K's scales and zeros, by one power of two."""
+    words, more = scales.load(_spread(scales.shape[0])), zeros.load(_spread(zeros.shape[0]))
+    exponent = gl.maximum(gl.minimum(254 + 13 - gl.maximum(_top(words), _top(more)), 253), 1)
+    _to_half(zeros, more, exponent)
+    return _to_half(scales, words, exponent)
