@@ -34,12 +34,12 @@ test: install lint
 	@test "$(HAS_BROWSER)" || echo "no chromium and chromedriver: the browser test is left out (see make browser)"
 	$(PYTHON) -m pytest -n 2 --dist loadgroup -q $(if $(HAS_BROWSER),,-m "not browser")
 
-# the oldest transformers that we support, with the quick part of the tests
+# the oldest transformers and triton that we support, with the quick part of the tests
 OLDEST := .venv-oldest
 test-oldest:
 	python3 -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet torch==2.13.0
-	$(OLDEST)/bin/python -m pip install --quiet -e ".[dev]" transformers==5.17.0
+	$(OLDEST)/bin/python -m pip install --quiet -e ".[dev]" transformers==5.17.0 triton==3.6.0
 	$(OLDEST)/bin/python -m pytest -n 2 -q -m quick
 
 lint: install

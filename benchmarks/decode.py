@@ -1,6 +1,7 @@
 """One decode step of attention over a packed cache beside torch's own attention over a dense one, on a GPU.
 
-    python benchmarks/decode.py [--shapes 1 2 | --lengths] [--presets kivi2 ...] [--out FILE.csv] [--plot FILE.png]
+    python benchmarks/decode.py [--shapes 1 2 | --lengths | --ragged] [--presets kivi2 ...] [--backends gluon ...]
+        [--pages] [--query-heads 64 ...] [--out FILE.csv] [--plot FILE.png]
 
 Each provider is checked against fp64 attention over the values that it reads before it is timed. Medians of graph
 replays; GB/s count everything that the launch must read, of which "read" is the share of the bandwidth at which a
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kivi_kv import KiviConfig, LayerCache
+from kivi_kv.config import PAGE
 from kivi_kv.format import decode_pages
 from kivi_kv.ops import attend
 from kivi_kv.reference import attend as exact
@@ -32,18 +34,24 @@ SHAPES = {  # B, HQ, H, T
     5: (64, 32, 8, 4096),
     6: (8, 32, 32, 8192),
     7: (1, 64, 8, 131072),
+    8: (32, 32, 8, 32768),
 }
 LENGTHS = [(B, 32, 8, 1 << n) for B in (1, 8, 64) for n in range(8, 18) if B << n <= 1 << 20]
 D = 128
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def filled(config: KiviConfig, k: Tensor, v: Tensor) -> KVStorage:
-    """A storage that holds k and v [B, H, T, D]."""
+def filled(config: KiviConfig, k: Tensor, v: Tensor, valid: Tensor | None = None) -> KVStorage:
+    """A storage that holds k and v [B, H, T, D], without the tokens that valid [B, T] marks False."""
     B, H, T, _ = k.shape
     cache = LayerCache(config, B, H, D, k.dtype, "cuda", T)
-    cache.append(k, v)
+    cache.append(k, v, valid)
     return cache.storage
+
+
+def keep_pages(storage: KVStorage) -> None:
+    """Forget the residual: what is left is packed, but for sinks."""
+    storage.lengths.copy_(storage.packed * PAGE + storage.config.sink_length)
 
 
 def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
@@ -65,9 +73,7 @@ def sdpa(backend: str, by_rows: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def measure(
-    shape: tuple[int, int, int, int], presets: list[str], read: float, dtype: torch.dtype, slow: bool
-) -> Any:
+def measure(shape: tuple[int, int, int, int], read: float, dtype: torch.dtype, args: argparse.Namespace) -> Any:
     B, HQ, H, T = shape
     limit = 2e-3 if dtype == torch.float16 else 5e-3
     q = torch.randn(B, HQ, 1, D, device="cuda", dtype=dtype)
@@ -89,22 +95,27 @@ def measure(
                 add(f"fp16 {backend}{' rows' if by_rows else ''}", calls, expected, 2 * k.nbytes)
             except RuntimeError as error:
                 print(f"{backend}: {str(error).splitlines()[0]}")
-    for preset in presets:
-        storage = filled(KiviConfig.preset(preset), k, v)
-        storages = [storage]
-        for _ in range(copies(storage.used_nbytes) - 1):
+    del sets
+    for preset in args.presets:
+        storages = [filled(KiviConfig.preset(preset), k, v)]
+        for _ in range(copies(storages[0].used_nbytes) - 1):
             storages.append(filled(KiviConfig.preset(preset), k, v))
-        calls = [lambda s=s: attend(q, s) for s in storages]
-        expected = exact(q[:rows], *represented(storage, rows), D**-0.5)
-        add(preset, calls, expected, storage.used_nbytes)
-        if slow and storage.table.shape[1]:
+        for what in ("", ", pages only") if args.pages and storages[0].table.shape[1] else ("",):
+            if what:
+                for storage in storages:
+                    keep_pages(storage)
+            expected = exact(q[:rows], *represented(storages[0], rows), D**-0.5)
+            for backend in args.backends:
+                calls = [lambda s=s, b=backend: attend(q, s, backend=b) for s in storages]
+                add(f"{preset} {backend}{what}", calls, expected, storages[0].used_nbytes)
+        if args.slow and storages[0].table.shape[1]:
 
-            def dequantize_first(s: KVStorage = storage) -> Tensor:
+            def dequantize_first(s: KVStorage = storages[0]) -> Tensor:
                 k, v = decode_pages(s.pool[s.table.long()], s.layout, dtype)
                 return sdpa("flash", False, q, k.contiguous(), v.contiguous())
 
             result[f"{preset}, dequantized first"] = eager_us(dequantize_first), 2 * k.nbytes
-        del storage, storages, calls
+        del storages, calls
     dense = min(us for name, (us, _) in result.items() if name.startswith("fp16"))
     rows_out = []
     for name, (us, nbytes) in result.items():
@@ -113,6 +124,31 @@ def measure(
         rows_out.append(row | {"fp16 / this": round(dense / us, 2)})
         print("  ".join(f"{value}" for value in rows_out[-1].values()), flush=True)
     return rows_out
+
+
+def ragged(read: float, dtype: torch.dtype, args: argparse.Namespace) -> Any:
+    """32 sequences in one batch, their lengths log-uniform from 512 to 65,536."""
+    B, HQ, H = 32, 32, 8
+    lengths = torch.logspace(9, 16, 4096, base=2)[torch.randperm(4096)[:B]].long()
+    T = int(lengths.max())
+    k, v = torch.randn(2, B, H, T, D, device="cuda", dtype=dtype)
+    q = torch.randn(B, HQ, 1, D, device="cuda", dtype=dtype)
+    valid = (torch.arange(T) < lengths[:, None]).cuda()
+    rows = []
+    for preset in args.presets:
+        storage = filled(KiviConfig.preset(preset), k, v, valid)
+        for backend in args.backends:
+            out = attend(q, storage, backend=backend)
+            for b in range(0, B, 8):
+                expected = exact(q[b : b + 1], *represented(storage.rows(slice(b, b + 1)), 1), D**-0.5)
+                gate(f"{preset} {backend} row {b}", relative_error(out[b : b + 1], expected), 5e-3)
+            us = graph_us([lambda s=storage, b=backend: attend(q, s, backend=b)])
+            row = {"B": B, "HQ": HQ, "H": H, "T": int(lengths.sum()), "dtype": str(dtype)[6:]}
+            row |= {"provider": f"{preset} {backend}, ragged", "us": round(us, 1)}
+            row |= {"GB/s": round(storage.used_nbytes / us / 1e3)}
+            rows.append(row | {"of read": round(storage.used_nbytes / us * 1e6 / read, 3)})
+            print("  ".join(f"{value}" for value in rows[-1].values()), flush=True)
+    return rows
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
@@ -127,6 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--lengths", action="store_true", help="256 to 131,072 tokens at batch 1, 8 and 64 instead")
+    parser.add_argument("--ragged", action="store_true", help="a batch of sequences of all lengths instead")
+    parser.add_argument("--backends", nargs="*", default=["gluon"])
+    parser.add_argument("--pages", action="store_true", help="packed pages alone, too")
+    parser.add_argument("--query-heads", type=int, nargs="*", help="these numbers of query heads, for each shape")
     parser.add_argument("--presets", nargs="*", default=["kivi2", "kivi4", "balanced"])
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--slow", action="store_true", help="also dequantize first, then attend")
@@ -136,9 +176,16 @@ def main() -> None:
     torch.manual_seed(0)
     read = read_bandwidth()
     print(f"read bandwidth {read / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rows = []
-    for shape in LENGTHS if args.lengths else [SHAPES[n] for n in args.shapes]:
-        rows += measure(shape, args.presets, read, getattr(torch, args.dtype), args.slow)
+    dtype, rows = getattr(torch, args.dtype), []
+    shapes = LENGTHS if args.lengths else [SHAPES[n] for n in args.shapes]
+    if args.query_heads:
+        shapes = [(B, HQ, H, T) for B, _, H, T in shapes for HQ in args.query_heads]
+    if args.ragged:
+        rows = ragged(read, dtype, args)
+        write_csv(args.out, rows)
+        return
+    for shape in shapes:
+        rows += measure(shape, read, dtype, args)
         write_csv(args.out, rows)
     if args.plot:
         plot(rows, args.plot)

@@ -1,4 +1,4 @@
-"""Compile kernels for devices that are not there: python compiling.py ARCH prints what became of them, as JSON.
+"""Compile kernels for devices that are not there: python compiling.py ARCH [gluon] prints what came of it, in JSON.
 
 Run without TRITON_INTERPRET. The launchers choose every constant, as they would for tensors on such a device; their
 launches are compiled instead of run.
@@ -17,11 +17,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import KernelInterface
 
 from kivi_kv import KiviConfig, quantize_k, quantize_v
 from kivi_kv.format import PageLayout
 from kivi_kv.ops.kernels.decode import attend_kernel
+from kivi_kv.ops.kernels.gluon import attend as gluon
 from kivi_kv.ops.kernels.matmul import packed_matmul_triton
 from kivi_kv.ops.kernels.quantize import write_pages
 from kivi_kv.storage import KVStorage
@@ -40,6 +42,16 @@ WRITE = [
     (KiviConfig(2, 2, 32), torch.float16, 128),
     (KiviConfig(4, 2, 128), torch.bfloat16, 128),
     (KiviConfig(4, 4, 32), torch.float16, 64),
+]
+# what the Gluon kernel takes: fp16 and bf16, few and many columns, new tokens or none, both head dims, all groups
+GLUON = [
+    (KiviConfig(2, 2, 32), torch.float16, 128, 4, 1, False, {}),
+    (KiviConfig(4, 2, 128, sink_length=32), torch.bfloat16, 128, 4, 1, False, {}),
+    (KiviConfig(4, 4, 32), torch.float16, 128, 8, 1, False, {"sink_logits": True}),
+    (KiviConfig(2, 2, 32), torch.bfloat16, 128, 4, 4, True, {}),
+    (KiviConfig(2, 2, 32), torch.float16, 128, 1, 2, True, {}),
+    (KiviConfig(4, 2, 64), torch.float16, 64, 7, 2, True, {}),
+    (KiviConfig(2, 4, 32), torch.bfloat16, 64, 3, 1, False, {}),
 ]
 REPORTED = ("sm_80", "sm_90")  # every variant; elsewhere the first ones, to save time
 # (bits, dtype, D, query heads per kv head, query tokens)
@@ -62,7 +74,7 @@ def recorded():
         KernelInterface.__getitem__ = usual
 
 
-def launches_of_attend(config, dtype, D, group, M, new, options) -> list:
+def launches_of_attend(config, dtype, D, group, M, new, options, attend=attend_kernel) -> list:
     storage = KVStorage.empty(config, 2, 3, D, dtype, "cpu", 4096)
     q = torch.zeros(2, 3 * group, M, D, dtype=dtype)
     kv = [torch.zeros(2, M, 3, D, dtype=dtype).transpose(1, 2) if new else None] * 2
@@ -70,7 +82,7 @@ def launches_of_attend(config, dtype, D, group, M, new, options) -> list:
     if "sink_logits" in options:
         options = {**options, "sink_logits": torch.zeros(3 * group)}
     with recorded() as launches:
-        attend_kernel(q, storage, *kv, **{**usual, **options})
+        attend(q, storage, *kv, **{**usual, **options})
     return launches
 
 
@@ -107,12 +119,12 @@ def source(kernel, args, options) -> ASTSource:
             signature[name] = "fp32" if isinstance(x, float) else "i32" if abs(x) < 2**31 else "i64"
         if isinstance(x, torch.Tensor) or (special and type(x) is int and x % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
 
 
 def report(kernel, args, options, target: GPUTarget) -> dict:
     """Registers, stack and instructions that use it, of a compiled launch; the size of its code elsewhere."""
-    how = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
     compiled = triton.compile(source(kernel, args, options), target=target, options=how)
     if target.backend != "cuda":
         return {"bytes": len(compiled.asm["hsaco"])}
@@ -129,18 +141,27 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
     return {**{name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}, "spills": spills}
 
 
-def main(arch: str) -> None:
+def launches_for(arch: str, what: str) -> list:
+    few = None if arch in REPORTED else 2
+    if what == "gluon":
+        gluon._device = lambda device, layout, tiles: (1056, int(arch.removeprefix("sm_")) >= 90)
+        return [(variant, *x) for variant in GLUON[:few] for x in launches_of_attend(*variant, gluon.attend_gluon)]
+    launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]
+    launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_write(*variant)]
+    return launches + [(variant, *x) for variant in MATMUL[:few] for x in launches_of_matmul(*variant)]
+
+
+def main(arch: str, what: str = "triton") -> None:
     hip = arch.startswith("gfx")
     if hip:
         torch.version.hip = "6.4"  # launchers ask it which device this is
     target = GPUTarget("hip", arch, 64) if hip else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    few = None if arch in REPORTED else 2
-    launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]
-    launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_write(*variant)]
-    launches += [(variant, *x) for variant in MATMUL[:few] for x in launches_of_matmul(*variant)]
-    reports = [[f"{kernel.fn.__name__} {variant}", report(kernel, *x, target)] for variant, kernel, *x in launches]
+    reports = [
+        [f"{kernel.fn.__name__} {variant}", report(kernel, *x, target)]
+        for variant, kernel, *x in launches_for(arch, what)
+    ]
     print(json.dumps(reports))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -128,7 +128,7 @@ def _copy_part(codes, scales, zeros, source, COUNT: gl.constexpr, WIDTH: gl.cons
 
 @gluon.jit
 def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constexpr, VG: gl.constexpr,
-           COLUMNS: gl.constexpr):  # fmt: skip
+           COLUMNS: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
     """A normalized partial result [columns, D] and log2 of its sum of weights [columns]."""
     VT: gl.constexpr = len(acc_zero)
     NB: gl.constexpr = D // 32
@@ -139,7 +139,7 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
         column = 8 * t + column // 2 + column % 2 * 4  # even ones are of one tile of 4, odd ones of the next
         total = gl.sum(wide_sums[t], 0)
         gl.store(part_lse_ptr + column, reference[t] + gl.log2(total), mask=column < COLUMNS)
-        inverse = gl.expand_dims(2.0**24 / gl.where(total == 0.0, 1.0, total), 0)
+        inverse = gl.expand_dims(1.0 / (UNIT * gl.where(total == 0.0, 1.0, total)), 0)
         column = gl.expand_dims(column, 0)
         for nb in gl.static_range(NB):
             zero = gl.expand_dims(gl.sum(gl.where(group == nb * VG // NB, acc_zero[t], 0.0), 0), 0)
@@ -172,7 +172,8 @@ def decode_kernel(
     V_CODES: gl.constexpr = 4 * D * V_BITS
     K_WORDS: gl.constexpr = K_CODES + KG * D
     WORDS: gl.constexpr = K_WORDS + V_CODES + VG * 128
-    ZERO_UNIT: gl.constexpr = 2.0**-24
+    # of acc: that of codes as they are multiplied, or, if WIDE, one that takes both ends of bf16's range
+    UNIT: gl.constexpr = 2.0**-12 if WIDE else 2.0**-24
     k_codes = gl.allocate_shared_memory(gl.int32, [K_CODES], FLAT)
     k_scales = gl.allocate_shared_memory(gl.int32, [KG * D // 2], FLAT)
     k_zeros = gl.allocate_shared_memory(gl.int32, [4 * D], FLAT)  # 8 rows, as lanes have: KG of them in use
@@ -261,14 +262,14 @@ def decode_kernel(
             names.wait_group(1)
             names.barrier()
             if WIDE:
-                v_unit = to_half(v_scales, 0)
-                zero_unit = to_half(v_zeros.slice(0, VG * 64), 13) * ZERO_UNIT
+                v_unit = to_half(v_scales, 0) * (2.0**24 * UNIT)
+                zero_unit = to_half(v_zeros.slice(0, VG * 64), 13) * UNIT
                 names.barrier()
                 m, reference, alpha, sums, p = _softmax(
                     x, _scaled(units, k_unit), _scaled(wide_units, k_unit), m, reference, sums, 0.0
                 )
             else:
-                v_unit, zero_unit = 1.0, ZERO_UNIT
+                v_unit, zero_unit = 1.0, UNIT
                 shift = v_shift(v_scales)
                 m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, shift)
             acc, acc_zero = page_values(
@@ -294,7 +295,7 @@ def decode_kernel(
             m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
             names.wait_group(1)
             names.barrier()
-            acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE)
+            acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
             names.barrier()
             copy_rows(v_codes, v_rows, packed_b, i + 16, tokens, S, RING, D)
         names.wait_group(0)
@@ -313,11 +314,11 @@ def decode_kernel(
                     limits = limits + (gl.minimum(column // GQ, M - 1) + 1,)
                 x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
                 m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
-                acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE)
+                acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
                 names.barrier()
 
         at = (gl.program_id(1) * (gl.num_programs(0) + BATCH * H) + program + b * H + h).to(gl.int64) * COLUMNS
-        _store(part_ptr + at * D, part_lse_ptr + at, reference, sums, acc, acc_zero, D, VG, COLUMNS)
+        _store(part_ptr + at * D, part_lse_ptr + at, reference, sums, acc, acc_zero, D, VG, COLUMNS, UNIT)
         row += cost_b
         h += 1
         if h == H:

@@ -57,8 +57,10 @@ def dense_logits(
 
 
 @gluon.jit
-def dense_values(codes, p, acc, acc_zero, alpha, D: gl.constexpr, TILES: gl.constexpr, DTYPE: gl.constexpr):
-    """acc and acc_zero as of page_values: times alpha, plus these tokens' values by weights p [16, 4] by tile."""
+def dense_values(
+    codes, p, acc, acc_zero, alpha, D: gl.constexpr, TILES: gl.constexpr, DTYPE: gl.constexpr, UNIT: gl.constexpr
+):
+    """acc and acc_zero as of page_values: times alpha, plus UNIT times these values by weights p, by tile."""
     weights = weight_operands(p, TILES, DTYPE)
     rest = ()
     if DTYPE == gl.bfloat16:  # whose rounding of weights would show
@@ -73,7 +75,7 @@ def dense_values(codes, p, acc, acc_zero, alpha, D: gl.constexpr, TILES: gl.cons
             part = mma_v2(v, weights[t], gl.zeros([32, 8], gl.float32, layout=MMA))
             if DTYPE == gl.bfloat16:
                 part = mma_v2(v, rest[t], part)
-            new_acc = new_acc + (acc[nb * len(acc_zero) + t] * gl.expand_dims(alpha[t], 0) + part * 2.0**-24,)
+            new_acc = new_acc + (acc[nb * len(acc_zero) + t] * gl.expand_dims(alpha[t], 0) + part * UNIT,)
     for t in gl.static_range(len(acc_zero)):
         new_zero = new_zero + (acc_zero[t] * gl.expand_dims(alpha[t], 0),)
     return new_acc, new_zero

@@ -164,8 +164,9 @@ def page_logits(
     for j in gl.static_range(8):
         for t in gl.static_range(TILES):
             high, low = apart(sums[j * TILES + t])
-            x = (high + low) * (1.0 / slot_unit(j % SLOTS, BITS, "subnormal"))
-            logits = logits + (x + rows[t * PER + j // GS],)
+            unit = 1.0 / slot_unit(j % SLOTS, BITS, "subnormal")
+            # the large terms cancel first
+            logits = logits + (low * unit + (high * unit + rows[t * PER + j // GS]),)
     return logits
 
 
@@ -184,8 +185,8 @@ def page_values(
     """acc [32 channels, 8] by 32 channels and tile of 8, acc_zero [16, 8] by tile: alpha times it, and this.
 
     Rows of acc_zero are groups, of which an operand has 16; nothing reads what lies behind them.
-    weights: fp16 operands [16 tokens, 8], by slot and tile. acc, acc_zero are in units of 2^-24. A page's sums
-    start from zero, for a matrix unit cuts what it adds to a long sum. unit: of scales, if WIDE.
+    weights: fp16 operands [16 tokens, 8], by slot and tile. A page's sums start from zero, for a matrix unit cuts
+    what it adds to a long sum; those of codes come out times 2^-24. unit (if WIDE), zero_unit: factors of both.
     """
     SLOTS: gl.constexpr = 16 // BITS
     NB: gl.constexpr = D // 32
