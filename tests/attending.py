@@ -10,9 +10,10 @@ from test_attention import represented
 
 FP16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {FP16: 2e-3, BF16: 5e-3}  # of an output, relative, in the Euclidean norm
-# of a log-sum-exp, absolute and relative: fp32 rounds logits of 10,000 to 1e-3, and a matrix unit cuts each of the
-# 24 sums behind a logit (8 steps of two terms, 8 of zeros) to 2^-23 of its largest part: 2.7e-6 seen at 60,000
-LSE = 1e-3, 4e-6
+# of a log-sum-exp, absolute and relative: fp32 rounds logits of 10,000 to 1e-3, and a matrix unit cuts each sum behind
+# a logit to 2^-23 of its largest part; next to a large key, subnormal codes count as if they were 2^-14, which costs
+# them up to 10 bits more. 8e-6 seen at keys of 60,000; with codes as normal numbers it is 3e-7 (docs/kernel-notes.md)
+LSE = 1e-3, 1e-5
 
 
 def exact(q, k, v, position, scale=None, softcap=None, sink_logits=None, window=None) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ class Case:
             off = (lse[at] - expected_lse).abs() / (LSE[0] + LSE[1] * expected_lse.abs())
             assert not (off > 1).any(), f"row {row}, log-sum-exp: {off.max().item()} times what is allowed"
             error = ((out[at].double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
-            # a weight is off by as much as its logit, relatively: what LSE allows of 10,000 is 4%, of 100 nothing
+            # a weight is off by as much as its logit, relatively: what LSE allows of 10,000 is 10%, of 100 0.1%
             allowed = (
                 TOLERANCE[q.dtype] + LSE[1] * expected_lse[~unseen].abs().amax().item() if (~unseen).any() else 0
             )
