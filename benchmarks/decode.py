@@ -55,11 +55,12 @@ def keep_pages(storage: KVStorage) -> None:
 
 
 def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
-    """K and V of the first rows as the storage holds them, in any order of tokens, fp32."""
+    """K and V of the first rows, which are equally long, as the storage holds them, in any order of tokens, fp32."""
     stored = (storage.dense_tokens()[0] < storage.lengths[0]).nonzero().flatten()
     k, v = (x[:rows][:, :, stored].float() for x in (storage.dense_k, storage.dense_v))
-    if storage.table.shape[1]:
-        packed = decode_pages(storage.pool[storage.table[:rows].long()], storage.layout, torch.float32)
+    pages = int(storage.packed[0])
+    if pages:
+        packed = decode_pages(storage.pool[storage.table[:rows, :pages].long()], storage.layout, torch.float32)
         k, v = (torch.cat(pair, dim=2) for pair in zip(packed, (k, v), strict=True))
     return k, v
 
