@@ -55,7 +55,7 @@ def keep_pages(storage: KVStorage) -> None:
 
 
 def represented(storage: KVStorage, rows: int) -> tuple[Tensor, Tensor]:
-    """K and V of the first rows, which are equally long, as the storage holds them, in any order of tokens, fp32."""
+    """K and V of the first rows, equally long, as the storage holds them, in any order of tokens, fp32."""
     stored = (storage.dense_tokens()[0] < storage.lengths[0]).nonzero().flatten()
     k, v = (x[:rows][:, :, stored].float() for x in (storage.dense_k, storage.dense_v))
     pages = int(storage.packed[0])

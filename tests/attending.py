@@ -11,8 +11,8 @@ from test_attention import represented
 FP16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {FP16: 2e-3, BF16: 5e-3}  # of an output, relative, in the Euclidean norm
 # of a log-sum-exp, absolute and relative: fp32 rounds logits of 10,000 to 1e-3, and a matrix unit cuts each sum
-# behind a logit to 2^-23 of its largest part; next to a large key, subnormal codes count as if they were 2^-14, which
-# costs them up to 10 bits more: 8e-6 seen at keys of 60,000, 3e-7 with codes as normal numbers (docs/kernel-notes.md)
+# behind a logit to 2^-23 of its largest part; beside a large key subnormal codes count as if they were 2^-14, at a
+# cost of up to 10 bits: 8e-6 seen at keys of 60,000, 3e-7 with codes as normal numbers (docs/kernel-notes.md)
 LSE = 1e-3, 1e-5
 
 
