@@ -6,8 +6,9 @@ from torch import Tensor
 
 from interpreting import interpreted
 from kivi_kv import KiviConfig, LayerCache, cache_for
+from kivi_kv.format import PageLayout
 from kivi_kv.integrations.transformers import cache_argument
-from kivi_kv.ops import attend, choose, write_pages
+from kivi_kv.ops import attend, choose, gluon_or_triton, write_pages
 from kivi_kv.ops.dispatch import BACKENDS, VARIABLE
 from tiny_models import make_model
 
@@ -70,9 +71,10 @@ def test_the_variable_forces_and_the_argument_overrules_it(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "why"),
     [
-        ("cuda", CUDA, FP16, "expected one of reference, triton, got 'cuda'"),
-        ("Triton", CUDA, FP16, "expected one of reference, triton, got 'Triton'"),
+        ("cuda", CUDA, FP16, "expected one of reference, triton, gluon, got 'cuda'"),
+        ("Triton", CUDA, FP16, "expected one of reference, triton, gluon, got 'Triton'"),
         ("triton", CPU, FP16, "triton cannot run here, expected a CUDA device .*, got cpu"),
+        ("gluon", CPU, FP16, "gluon cannot run here, expected a CUDA device .*, got cpu"),
         (
             "triton",
             CUDA,
@@ -90,7 +92,7 @@ def test_the_impossible_is_refused_by_name(source, name, device, dtype, why, no_
 
 
 def test_triton_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("kivi_kv.ops.dispatch.find_spec", lambda name: None)
+    monkeypatch.setattr("kivi_kv.ops.dispatch._has_triton", lambda: False)
     assert choose("attend", CUDA, FP16) == "reference"
     with pytest.raises(ValueError, match=r"^backend: triton cannot run here, since it is not installed$"):
         choose("attend", CUDA, FP16, "triton")
@@ -112,6 +114,34 @@ def test_every_entry_refuses_what_cannot_run(name, no_interpreter):
         pages_of(KiviConfig(), name)
     with pytest.raises(ValueError, match=r"^backend: "):
         LayerCache("kivi2", 1, 1, 16, backend=name)
+
+
+@interpreted
+def test_the_interpreter_has_no_gluon():
+    with pytest.raises(ValueError, match=r"^backend: gluon cannot run here, expected an NVIDIA GPU"):
+        choose("attend", CPU, FP16, "gluon")
+    assert choose("quantize", CPU, FP16, "gluon") == "triton", "which has no other kernel"
+
+
+def test_what_gluon_does_not_take_goes_to_triton(monkeypatch):
+    layouts = {D: PageLayout.of(KiviConfig(4, 2, 64), D, FP16) for D in (64, 80, 128)}
+    assert gluon_or_triton(layouts[64], None) == gluon_or_triton(layouts[128], None, columns=16) == "gluon"
+    wide = PageLayout.of(KiviConfig(8, 2), 128, FP16)
+    refused = {
+        r"head_dim: expected 64 or 128, got 80": (layouts[80],),
+        r"k_bits, v_bits: expected 2 or 4, got 8 and 2": (wide,),
+        r"q: expected at most 16 query tokens x query heads of a kv head, got 17": (layouts[64], 17),
+        r"softcap, window: expected None, got 30.0 and None": (layouts[64], 1, 30.0),
+        r"softcap, window: expected None, got None and 5": (layouts[64], 1, None, 5),
+    }
+    for why, (layout, *rest) in refused.items():
+        assert gluon_or_triton(layout, None, *rest) == "triton"
+        with pytest.raises(ValueError, match=f"^backend: gluon cannot run here, {why}$"):
+            gluon_or_triton(layout, "gluon", *rest)
+        monkeypatch.setenv(VARIABLE, "gluon")
+        with pytest.raises(ValueError, match=why):
+            gluon_or_triton(layout, None, *rest)
+        monkeypatch.delenv(VARIABLE)
 
 
 @interpreted
@@ -143,12 +173,14 @@ def test_the_choice_is_made_once(monkeypatch):
     monkeypatch.setenv(VARIABLE, "nonsense")
     layer.append(*torch.randn(2, 1, 1, 5, 16).half())
     assert layer.step(*torch.randn(3, 1, 1, 1, 16).half()).isfinite().all()
-    with pytest.raises(ValueError, match=rf"^{VARIABLE}: expected one of reference, triton, got 'nonsense'$"):
+    with pytest.raises(
+        ValueError, match=rf"^{VARIABLE}: expected one of reference, triton, gluon, got 'nonsense'$"
+    ):
         LayerCache("kivi2", 1, 1, 16)
 
 
 @interpreted
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "gluon"])
 def test_a_cache_of_a_model_says_what_runs(backend):
     model = make_model("llama").half()
     cache = cache_for(model, KiviConfig(residual_length=0), backend=backend)
@@ -157,12 +189,14 @@ def test_a_cache_of_a_model_says_what_runs(backend):
     for part in (ids[:, :139], ids[:, 139:]):
         with torch.no_grad():
             model(part, **cache_argument(cache))
-    assert cache.stats()["backends"] == {"quantize": backend, "attend": backend}
+    stats = cache.stats()
+    assert stats["backends"] == {"quantize": backend, "attend": backend}
+    assert stats["attend_calls"] == {backend: len(cache.packed_layers)}, "the prompt was attended dense"
 
 
 def test_a_cache_of_a_model_refuses_an_unknown_backend(no_interpreter):
     model = make_model("llama")
-    with pytest.raises(ValueError, match=r"^backend: expected one of reference, triton or None, got 'gpu'$"):
+    with pytest.raises(ValueError, match=r"^backend: expected one of reference, triton, gluon or None, got 'gpu'$"):
         cache_for(model, "kivi2", backend="gpu")
     with pytest.raises(ValueError, match=r"^backend: triton cannot run here"), torch.no_grad():
         model(torch.ones(1, 3, dtype=torch.long), **cache_argument(cache_for(model, "kivi2", backend="triton")))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE, KiviConfig
-from ..format import decode_pages
-from ..ops import attend, choose, dense_attention, gluon_or_triton, write_pages
-from ..ops.checks import check_finite, check_kv, check_shape
+from ..ops import append_token, attend, choose, dense_attention, gluon_or_triton, write_pages
+from ..ops.checks import check_kv
 from ..storage import KVStorage
-from . import edits, slots
+from . import edits, read, slots
+from .checks import check_query, check_tokens
 
 DenseAttention = Callable[..., Tensor]  # (q, k, v, **options)
 _PACK_BLOCK = 16  # pages quantized at a time by the reference: bounds its scratch for a long prompt
@@ -60,18 +60,20 @@ class LayerCache:
         if self.backends["attend"] == "gluon":
             self.backends["attend"] = gluon_or_triton(self.storage.layout, backend)
         self.attend_calls: Counter[str] = Counter()
+        self._known: list[tuple[int, int]] | None = [(0, 0)] * batch  # what `_states` need not ask the device
+        self._prepared = False
         on_cpu = device.type == "cpu"
         self.checked = on_cpu if config.checked is None else config.checked
 
     @property
     def lengths(self) -> list[int]:
         """Tokens stored in each row."""
-        return self.storage.lengths.tolist()
+        return [length for length, _ in self._states()]
 
     @property
     def packed(self) -> list[int]:
         """Packed pages of each row."""
-        return self.storage.packed.tolist()
+        return [packed for _, packed in self._states()]
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +102,7 @@ class LayerCache:
         Returns [B, HQ, M, D]. Raises ValueError before anything is stored.
         """
         self._check(k, v, valid)
-        self._check_query(q, k.shape[2], sink_logits)
+        check_query(self.storage, q, k.shape[2], sink_logits)
         options = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
         if valid is None or bool(valid.all()):
             return self._step(slice(0, self.storage.batch), q, k, v, dense, options)
@@ -127,20 +129,7 @@ class LayerCache:
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """K and V as they are attended, [B, H, longest length, D]; zeros behind the end of shorter rows."""
-        s = self.storage
-        k, v = (x.new_zeros((*x.shape[:2], max(self.lengths), x.shape[3])) for x in (s.dense_k, s.dense_v))
-        S = self.config.sink_length
-        for rows, length, packed in self._uniform(slice(0, s.batch)):
-            start = S + packed * PAGE
-            for x, dense in ((k, s.dense_k), (v, s.dense_v)):
-                head = min(S, length)
-                x[rows, :, :head] = dense[rows, :, :head]
-                if length > start:
-                    x[rows, :, start:length] = dense[rows][:, :, s.dense_index(start, length)]
-            if packed:
-                pages = s.pool[s.table[rows, :packed]]
-                k[rows, :, S:start], v[rows, :, S:start] = decode_pages(pages, s.layout, k.dtype)
-        return k, v
+        return read.dequantize(self.storage, max(self.lengths), self._uniform(slice(0, self.storage.batch)))
 
     def fits(self, k: Tensor) -> bool:
         """Whether tokens like k [B, H, M, D] can be stored here, by shape, dtype and device."""
@@ -152,16 +141,55 @@ class LayerCache:
         """Pack what the next token must find packed; `step` does so by itself."""
         self._make_room(slice(0, self.storage.batch))
 
+    def prepare(self) -> None:
+        """Give every page to come its slot, so that `decode` needs nothing of the host. max_tokens must be set."""
+        if self.max_tokens is None:
+            raise ValueError("max_tokens: expected a number, for storage that does not grow, got None")
+        s = self.storage
+        slots.reserve(s, self.config.pages(self.max_tokens))
+        for part, _, packed in self._uniform(slice(0, s.batch)):
+            s.table[part, packed:] = slots.assign(s, part, packed, s.table.shape[1])
+        self._prepared = True
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """`step` for one token in each row, by the device alone: the call can be captured in a CUDA graph.
+
+        q: [B, HQ, 1, D]; k, v: [B, H, 1, D]. `prepare` must come first, and again after anything but `decode`. A
+        row that is full keeps what it has. Values are not checked. Returns [B, HQ, 1, D]. Raises ValueError.
+        """
+        if not self._prepared:
+            raise ValueError("decode: expected prepare() before, and again after any change but decode, got none")
+        if k.ndim == 4 and k.shape[2] != 1:
+            raise ValueError(f"k: expected one token a row, got {k.shape[2]}")
+        check_tokens(self.storage, k, v, None, checked=False)
+        check_query(self.storage, q, 1, sink_logits)
+        self._known = None  # replays of a graph do not pass here
+        append_token(k, v, self.storage, self.backends["quantize"])
+        options = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
+        return self._attend(q, self.storage, None, None, options)
+
     def crop(self, lengths: int | list[int]) -> None:
         """Keep the first tokens of each row only. A page that is cut returns to full precision."""
+        self._forget()
         edits.crop(self.storage, [lengths] * self.storage.batch if isinstance(lengths, int) else lengths)
 
     def select(self, indices: Tensor) -> None:
         """Make the rows at indices the new batch, in that order; rows may repeat."""
+        self._forget()
         edits.select(self.storage, indices)
 
     def reset(self) -> None:
         """Forget every token; keep the memory."""
+        self._forget()
         edits.reset(self.storage)
 
     def _step(
@@ -169,11 +197,12 @@ class LayerCache:
     ) -> Tensor:
         if k.shape[2] == 1:
             self._append(rows, k, v)
-            view = self.storage.rows(rows)
-            plain = self._plain(view)
-            return self._attend(q, view, None, None, options) if plain is None else dense(q, *plain, **options)
+            plain = self._plain(rows)
+            if plain is not None:
+                return dense(q, *plain, **options)
+            return self._attend(q, self.storage.rows(rows), None, None, options)
         usual = options["softcap"] is None and options["sink_logits"] is None
-        if usual and not self.storage.lengths[rows].any():
+        if usual and not any(self.lengths[rows]):
             out = dense(q, k, v, **options)
         else:
             self._make_room(rows)
@@ -198,12 +227,14 @@ class LayerCache:
             if self.max_tokens is None or length < self.max_tokens:
                 self._pack(part, length, packed, self.config.pages(length + 1))
 
-    def _plain(self, view: KVStorage) -> tuple[Tensor, Tensor] | None:
+    def _plain(self, rows: slice) -> tuple[Tensor, Tensor] | None:
         """K and V [B, H, T, D] of rows that have packed nothing yet and are equally long, else None."""
-        lengths = view.lengths.tolist()
-        if view.packed.any() or len(set(lengths)) > 1:
+        states = set(self._states()[rows])
+        length, packed = states.pop()
+        if packed or states:
             return None
-        return view.dense_k[:, :, : lengths[0]], view.dense_v[:, :, : lengths[0]]
+        s = self.storage
+        return s.dense_k[rows, :, :length], s.dense_v[rows, :, :length]
 
     def _append(self, rows: slice, k: Tensor, v: Tensor) -> None:
         M = k.shape[2]
@@ -212,8 +243,12 @@ class LayerCache:
         k, v = k.detach(), v.detach()
         s, S = self.storage, self.config.sink_length
         parts = list(self._uniform(rows))
-        if M == 1 and len(parts) > 1:
-            self._append_ragged(rows, parts, k, v)
+        if M == 1:
+            for part, length, packed in parts:
+                self._slots(part, packed, self.config.pages(length + 1))
+            append_token(k, v, s.rows(rows), self.backends["quantize"])
+            for part, length, packed in parts:
+                self._count(part, length + 1, max(packed, self.config.pages(length + 1)))
             return
         for part, length, packed in parts:
             new = slice(part.start - rows.start, part.stop - rows.start)
@@ -227,18 +262,17 @@ class LayerCache:
                     index = s.dense_index(start, stop)
                     s.dense_k[part].index_copy_(2, index, new_k[:, :, start - length : stop - length])
                     s.dense_v[part].index_copy_(2, index, new_v[:, :, start - length : stop - length])
+            self._count(part, total, pages)
         s.lengths[rows] += M
 
-    def _append_ragged(self, rows: slice, parts: list[tuple[slice, int, int]], k: Tensor, v: Tensor) -> None:
-        """Store one token [B, H, 1, D] in each of rows that differ in length: one scatter for all of them."""
-        s = self.storage
-        for part, length, packed in parts:
-            self._pack(part, length, packed, self.config.pages(length + 1))
-        index = s.dense_row(s.lengths[rows].long())
-        row = torch.arange(rows.start, rows.stop, device=index.device)
-        s.dense_k[row, :, index] = k[:, :, 0]
-        s.dense_v[row, :, index] = v[:, :, 0]
-        s.lengths[rows] += 1
+    def _slots(self, rows: slice, packed: int, pages: int) -> Tensor | None:
+        """Give pages packed .. pages - 1 of rows their slots [rows, pages], if there are any."""
+        if pages <= packed:
+            return None
+        slots.reserve(self.storage, pages)
+        slot = slots.assign(self.storage, rows, packed, pages)
+        self.storage.table[rows, packed:pages] = slot
+        return slot
 
     def _pack(
         self,
@@ -250,18 +284,17 @@ class LayerCache:
         new_v: Tensor | None = None,
     ) -> None:
         """Pack pages packed .. pages - 1 of rows that hold `length` tokens, the tokens behind being new."""
-        if pages <= packed:
+        slot = self._slots(rows, packed, pages)
+        if slot is None:
             return
         s, S = self.storage, self.config.sink_length
-        slots.reserve(s, pages)
         for first, last in self._runs(packed, pages, length):
             start, stop = S + first * PAGE, S + last * PAGE
             k = self._tokens(s.dense_k[rows], start, stop, length, new_k)
             v = self._tokens(s.dense_v[rows], start, stop, length, new_v)
-            slot = slots.assign(s, rows, first, last)  # [rows, pages]
-            write_pages(k, v, s.pool, slot, s.layout, self.backends["quantize"])
-            s.table[rows, first:last] = slot
+            write_pages(k, v, s.pool, slot[:, first - packed : last - packed], s.layout, self.backends["quantize"])
         s.packed[rows] = pages
+        self._count(rows, length, pages)
 
     def _runs(self, packed: int, pages: int, length: int) -> Iterator[tuple[int, int]]:
         """Pages to quantize at once. Those of new tokens alone are read where they are, by kernels all at once."""
@@ -283,9 +316,23 @@ class LayerCache:
             parts.append(new[:, :, max(start, length) - length : stop - length])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
+    def _states(self) -> list[tuple[int, int]]:
+        """(length, packed) of each row: known here, or asked of the device where only that knows."""
+        if self._known is None:
+            self._known = list(zip(self.storage.lengths.tolist(), self.storage.packed.tolist(), strict=True))
+        return self._known
+
+    def _count(self, rows: slice, length: int, packed: int) -> None:
+        """Know what was just done on the device."""
+        self._states()[rows] = [(length, packed)] * (rows.stop - rows.start)
+        self._prepared = False
+
+    def _forget(self) -> None:
+        self._known, self._prepared = None, False
+
     def _uniform(self, rows: slice) -> Iterator[tuple[slice, int, int]]:
         """Runs of neighbouring rows with the same length and pages: (rows, length, packed)."""
-        states = list(zip(self.lengths[rows], self.packed[rows], strict=True))
+        states = self._states()[rows]
         start = 0
         for end in range(1, len(states) + 1):
             if end == len(states) or states[end] != states[start]:
@@ -293,35 +340,9 @@ class LayerCache:
                 start = end
 
     def _check(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        B, H, _, D = self.storage.dense_k.shape
-        for name, x in (("k", k), ("v", v)):
-            if x.ndim != 4:
-                raise ValueError(f"{name}: expected shape [{B}, {H}, M, {D}], got {tuple(x.shape)}")
-        M = k.shape[2]
-        for name, x in (("k", k), ("v", v)):
-            check_shape(name, x, (B, H, M, D))
-            if x.dtype != self.storage.dense_k.dtype or x.device != self.storage.dense_k.device:
-                expected = f"{self.storage.dense_k.dtype} on {self.storage.dense_k.device}"
-                raise ValueError(f"{name}: expected {expected}, got {x.dtype} on {x.device}")
-        if valid is not None:
-            check_shape("valid", valid, (B, M))
-            if valid.dtype != torch.bool:
-                raise ValueError(f"valid: expected bool, got {valid.dtype}")
-        if self.checked:
-            for name, x in (("k", k), ("v", v)):
-                check_finite(name, x if valid is None else x.transpose(1, 2)[valid])
+        check_tokens(self.storage, k, v, valid, self.checked)
         if self.max_tokens is not None:
-            new = [M] * B if valid is None else valid.sum(1).tolist()
+            new = [k.shape[2]] * self.storage.batch if valid is None else valid.sum(1).tolist()
             longest = max(n + m for n, m in zip(self.lengths, new, strict=True))
             if longest > self.max_tokens:
                 raise ValueError(f"max_tokens: the cache holds {self.max_tokens} tokens a row, got {longest}")
-
-    def _check_query(self, q: Tensor, M: int, sink_logits: Tensor | None) -> None:
-        B, H, _, D = self.storage.dense_k.shape
-        if q.ndim != 4 or q.shape[1] % H or not q.shape[1]:
-            raise ValueError(f"q: expected [B, HQ, M, D], HQ a multiple of {H}, got {tuple(q.shape)}")
-        check_shape("q", q, (B, q.shape[1], M, D))
-        if q.dtype != self.storage.dense_k.dtype:
-            raise ValueError(f"q: expected {self.storage.dense_k.dtype}, got {q.dtype}")
-        if sink_logits is not None:
-            check_shape("sink_logits", sink_logits, (q.shape[1],))

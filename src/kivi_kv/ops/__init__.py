@@ -1,5 +1,6 @@
 """Operators on tensors: each checks its arguments, then computes what reference.py specifies."""
 
+from .append_token import append_token
 from .attention import MAX_COLUMNS, attend, gluon_or_triton
 from .dense_attention import dense_attention
 from .dispatch import choose
@@ -11,6 +12,7 @@ from .write_pages import write_pages
 
 __all__ = [
     "MAX_COLUMNS",
+    "append_token",
     "attend",
     "choose",
     "dense_attention",

@@ -134,6 +134,16 @@ def _k_pages_kernel(
     t = tl.arange(0, 128)
     bp, h, block, d, x = _tile(x_ptr, t, stride_b, stride_h, stride_t, stride_d, P, H, D, ND, DB, VECTOR=2)
     page = (tl.load(slot_ptr + bp).to(tl.int64) * H + h) * PAGE_WORDS
+    store_k_page(x, d, block, pool_ptr, param_ptr, page, DP, DB, G, BITS, LIMIT, FUSED, PARAMS_PER_WORD)
+
+
+@triton.jit
+def store_k_page(
+    x, d, block, pool_ptr, param_ptr, page,
+    DP: tl.constexpr, DB: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr,
+    FUSED: tl.constexpr, PARAMS_PER_WORD: tl.constexpr,
+):  # fmt: skip
+    """Quantize keys x [128, DB], channels d, of one page, which begins at word `page` of the pool."""
     KG: tl.constexpr = 128 // G
     x = _comparable(x.reshape([KG, G, DB]))
     low, high = tl.reduce(x, 1, _nan_min, keep_dims=True), tl.reduce(x, 1, _nan_max, keep_dims=True)
@@ -168,6 +178,17 @@ def _v_pages_kernel(
     t = tl.arange(0, 128)
     bp, h, block, d, x = _tile(x_ptr, t, stride_b, stride_h, stride_t, stride_d, P, H, D, ND, DB)
     page = (tl.load(slot_ptr + bp).to(tl.int64) * H + h) * PAGE_WORDS + CODE_AT
+    store_v_page(x, d, block, pool_ptr, param_ptr, page, D, DP, DB, G, GROUPS, BITS, LIMIT, FUSED, PARAMS_PER_WORD)
+
+
+@triton.jit
+def store_v_page(
+    x, d, block, pool_ptr, param_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, DB: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
+    LIMIT: tl.constexpr, FUSED: tl.constexpr, PARAMS_PER_WORD: tl.constexpr,
+):  # fmt: skip
+    """Quantize values x [128, DB] of one page, whose part for values begins at word `page` of the pool."""
+    t = tl.arange(0, 128)
     VG: tl.constexpr = DB // G
     x = _comparable(x.reshape([128, VG, G]))
     low, high = x, x
@@ -199,6 +220,18 @@ def _v_pages_kernel(
     tl.store(params + 128 * GROUPS + g * 128 + t[None, :], zero.reshape([128, VG]).permute([1, 0]), mask=g < GROUPS)
 
 
+def k_blocks(layout: PageLayout) -> int:
+    """Channels of a program for keys."""
+    return min(triton.next_power_of_2(layout.padded_dim), _CHANNELS)
+
+
+def v_blocks(layout: PageLayout) -> tuple[int, int]:
+    """Channels of a program for values, and of a group, as far as there are channels."""
+    widest = triton.next_power_of_2(layout.padded_dim)
+    group = min(layout.group_size, widest)
+    return min(widest, max(_CHANNELS, group)), group
+
+
 def write_pages(k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) -> None:
     """Quantize k and v [B, H, P * 128, D] into pages pool[slots]: one launch each."""
     write_k_pages(k, pool, slots, layout)
@@ -210,15 +243,14 @@ def write_k_pages(k: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) ->
 
     pool: [slots, H, words] int32, contiguous; slots: [B, P] int32. Shapes must have been checked.
     """
-    block = min(triton.next_power_of_2(layout.padded_dim), _CHANNELS)
-    _launch(_k_pages_kernel, k, pool, slots, layout, layout.k_bits, block, _K_WARPS, {"G": layout.group_size})
+    _launch(
+        _k_pages_kernel, k, pool, slots, layout, layout.k_bits, k_blocks(layout), _K_WARPS, {"G": layout.group_size}
+    )
 
 
 def write_v_pages(v: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) -> None:
     """Quantize values [B, H, P * 128, D] into their part of pages, as write_k_pages does keys."""
-    widest = triton.next_power_of_2(layout.padded_dim)
-    group = min(layout.group_size, widest)
-    block = min(widest, max(_CHANNELS, group))
+    block, group = v_blocks(layout)
     constants = {"G": group, "GROUPS": layout.v_groups, "CODE_AT": sum(layout.sizes[:3])}
     _launch(_v_pages_kernel, v, pool, slots, layout, layout.v_bits, block, _V_WARPS, constants)
 
