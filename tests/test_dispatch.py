@@ -118,30 +118,28 @@ def test_every_entry_refuses_what_cannot_run(name, no_interpreter):
 
 @interpreted
 def test_the_interpreter_has_no_gluon():
-    with pytest.raises(ValueError, match=r"^backend: gluon cannot run here, expected an NVIDIA GPU"):
+    with pytest.raises(ValueError, match=r"^backend: gluon cannot run here, since Triton interprets$"):
         choose("attend", CPU, FP16, "gluon")
     assert choose("quantize", CPU, FP16, "gluon") == "triton", "which has no other kernel"
 
 
-def test_what_gluon_does_not_take_goes_to_triton(monkeypatch):
+def test_what_gluon_does_not_take_goes_to_triton():
     layouts = {D: PageLayout.of(KiviConfig(4, 2, 64), D, FP16) for D in (64, 80, 128)}
-    assert gluon_or_triton(layouts[64], None) == gluon_or_triton(layouts[128], None, columns=16) == "gluon"
+    for D in (64, 128):
+        assert gluon_or_triton(layouts[D], True, columns=16, scale=0.1) == "gluon"
     wide = PageLayout.of(KiviConfig(8, 2), 128, FP16)
     refused = {
-        r"head_dim: expected 64 or 128, got 80": (layouts[80],),
-        r"k_bits, v_bits: expected 2 or 4, got 8 and 2": (wide,),
-        r"q: expected at most 16 query tokens x query heads of a kv head, got 17": (layouts[64], 17),
-        r"softcap, window: expected None, got 30.0 and None": (layouts[64], 1, 30.0),
-        r"softcap, window: expected None, got None and 5": (layouts[64], 1, None, 5),
+        r"head_dim: expected 64 or 128, got 80": (layouts[80], {}),
+        r"k_bits, v_bits: expected 2 or 4, got 8 and 2": (wide, {}),
+        r"q: expected at most 16 query tokens x query heads of a kv head, got 17": (layouts[64], {"columns": 17}),
+        r"softcap, window: expected None, got 30.0 and None": (layouts[64], {"softcap": 30.0}),
+        r"softcap, window: expected None, got None and 5": (layouts[64], {"window": 5}),
+        r"scale: expected a positive number, got 0.0": (layouts[64], {"scale": 0.0}),
     }
-    for why, (layout, *rest) in refused.items():
-        assert gluon_or_triton(layout, None, *rest) == "triton"
+    for why, (layout, options) in refused.items():
+        assert gluon_or_triton(layout, False, **options) == "triton"
         with pytest.raises(ValueError, match=f"^backend: gluon cannot run here, {why}$"):
-            gluon_or_triton(layout, "gluon", *rest)
-        monkeypatch.setenv(VARIABLE, "gluon")
-        with pytest.raises(ValueError, match=why):
-            gluon_or_triton(layout, None, *rest)
-        monkeypatch.delenv(VARIABLE)
+            gluon_or_triton(layout, True, **options)
 
 
 @interpreted

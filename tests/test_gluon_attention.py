@@ -60,8 +60,12 @@ def test_new_tokens(name, M):
     )
     case.check(q, new, **GLUON)
     strided = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in new)
-    a, b = (attend(q, case.cache.storage, *kv, **GLUON) for kv in (new, strided))
-    assert_bitwise_equal(a, b)
+    apart = tuple(torch.cat([x, x], dim=-1)[..., :D] for x in new)  # rows of 2 D, then of D + 8
+    odd = tuple(torch.cat([x, x[..., :8]], dim=-1)[..., :D] for x in new)
+    shifted = tuple(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in new)
+    first = attend(q, case.cache.storage, *new, **GLUON)
+    for other in (strided, apart, odd, shifted):
+        assert_bitwise_equal(attend(q, case.cache.storage, *other, **GLUON), first)
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 40_000), (3, 9000), (60, 1100), (130, 700), (700, 500)])
@@ -213,14 +217,20 @@ def test_what_it_does_not_take_goes_to_the_portable_kernel_and_is_counted():
     assert layer.backends["attend"] == "gluon"
     assert layer.attend_calls == {"gluon": 3, "triton": 1}
     q = queries(1, 8, 1, 128, **DEVICE)
-    for options in ({"softcap": 30.0}, {"window": 100}):
+    for options in ({"softcap": 30.0}, {"window": 100}, {"scale": -0.1}, {"scale": 0.0}):
         assert_bitwise_equal(
             attend(q, layer.storage, **options), attend(q, layer.storage, **options, backend="triton")
         )
-        with pytest.raises(ValueError, match="gluon cannot run here, softcap, window"):
+        with pytest.raises(ValueError, match=r"gluon cannot run here, (softcap, window|scale)"):
             attend(q, layer.storage, **options, **GLUON)
     with pytest.raises(ValueError, match="gluon cannot run here, head_dim: expected 64 or 128, got 80"):
         LayerCache(KIVI2, 1, 2, 80, FP16, "cuda", backend="gluon")
     assert LayerCache(KIVI2, 1, 2, 80, FP16, "cuda").backends["attend"] == "triton"
+    forced = LayerCache(KIVI2, 1, 2, 128, FP16, "cuda", backend="gluon")
+    for M in (500, 1, 40):
+        forced.step(queries(1, 8, M, 128, **DEVICE), *new_tokens(1, 2, M, 128, **DEVICE))
+    assert forced.attend_calls == {"gluon": 1, "triton": 1}
+    with pytest.raises(ValueError, match="expected a dtype of float16, bfloat16"):
+        attend(q, layer.storage, *new_tokens(1, 2, 1, 128, BF16, **DEVICE), **GLUON)
     with pytest.raises(ValueError, match="at most 16"):
         attend(queries(1, 34, 1, 128, **DEVICE), layer.storage, **GLUON)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE, KiviConfig
-from ..ops import append_token, attend, choose, dense_attention, gluon_or_triton, write_pages
+from ..ops import append_token, attend, choose, dense_attention, forced, gluon_or_triton, write_pages
 from ..ops.checks import check_kv
 from ..storage import KVStorage
 from . import edits, read, slots
@@ -27,7 +27,8 @@ class LayerCache:
 
     Without max_tokens storage grows, by pages at first, then by eighths. With it, everything is allocated here.
     backend: "reference", "triton", "gluon", or None for the fastest that runs here (see ops.dispatch); `backends`
-    says which runs each operator, `attend_calls` how often each attended packed pages.
+    says which runs each operator, `attend_calls` how often each attended packed pages: what "gluon" does not take,
+    such as a long chunk, "triton" does.
     """
 
     def __init__(
@@ -55,10 +56,9 @@ class LayerCache:
         self.storage = KVStorage.empty(config, batch, heads, head_dim, dtype, device, max_tokens)
         check_kv("head_dim, dtype", self.storage.dense_k)
         device = torch.device(device)
-        self.backend = backend
         self.backends = {op: choose(op, device, dtype, backend) for op in ("quantize", "attend")}
         if self.backends["attend"] == "gluon":
-            self.backends["attend"] = gluon_or_triton(self.storage.layout, backend)
+            self.backends["attend"] = gluon_or_triton(self.storage.layout, forced(backend) is not None)
         self.attend_calls: Counter[str] = Counter()
         self._known: list[tuple[int, int]] | None = [(0, 0)] * batch  # what `_states` need not ask the device
         self._prepared = False
@@ -217,7 +217,7 @@ class LayerCache:
         name = self.backends["attend"]
         if name == "gluon":
             columns = q.shape[1] // view.heads * q.shape[2]
-            name = gluon_or_triton(view.layout, self.backend, columns, options["softcap"])
+            name = gluon_or_triton(view.layout, False, columns, options["softcap"], scale=options["scale"])
         self.attend_calls[name] += 1
         return attend(q, view, k, v, **options, backend=name)
 

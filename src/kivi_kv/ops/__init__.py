@@ -3,7 +3,7 @@
 from .append_token import append_token
 from .attention import MAX_COLUMNS, attend, gluon_or_triton
 from .dense_attention import dense_attention
-from .dispatch import choose
+from .dispatch import choose, forced
 from .packed_matmul import packed_matmul
 from .packing import pack, unpack
 from .quantize import quantize_k, quantize_v
@@ -17,6 +17,7 @@ __all__ = [
     "choose",
     "dense_attention",
     "fake_quantize",
+    "forced",
     "gluon_or_triton",
     "pack",
     "packed_matmul",

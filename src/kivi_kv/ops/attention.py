@@ -37,14 +37,15 @@ _ATTEND: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 def gluon_or_triton(
     layout: PageLayout,
-    backend: str | None,
+    strict: bool,
     columns: int = 1,
     softcap: float | None = None,
     window: int | None = None,
+    scale: float | None = None,
 ) -> str:
     """Which of the two kernels attends such pages: the Gluon kernel, unless this is beyond it.
 
-    columns: query tokens x query heads of a kv head. Raises ValueError if Gluon was asked for and cannot.
+    columns: query tokens x query heads of a kv head. Raises ValueError if strict and Gluon cannot.
     """
     why = None
     if layout.head_dim not in (64, 128):
@@ -55,7 +56,9 @@ def gluon_or_triton(
         why = f"q: expected at most {MAX_COLUMNS} query tokens x query heads of a kv head, got {columns}"
     elif softcap is not None or window is not None:
         why = f"softcap, window: expected None, got {softcap} and {window}"
-    if why and forced(backend):
+    elif scale is not None and scale <= 0:
+        why = f"scale: expected a positive number, got {scale}"
+    if why and strict:
         raise ValueError(f"backend: gluon cannot run here, {why}")
     return "triton" if why else "gluon"
 
@@ -131,10 +134,11 @@ def attend(
         raise ValueError(f"window: expected a positive int or None, got {window!r}")
     if sink_logits is not None:
         check_shape("sink_logits", sink_logits, (HQ,))
-    dtype = storage.layout.dtype if q.dtype == storage.layout.dtype else torch.float32
-    name = choose("attend", q.device, dtype, backend)
+    same = all(x is None or x.dtype == storage.layout.dtype for x in (q, new_k, new_v))
+    dtype = storage.layout.dtype if same else torch.float32  # which no kernel takes
+    name = choose("attend", q.device, dtype, backend) if q.numel() else "reference"
     if name == "gluon":
-        name = gluon_or_triton(storage.layout, backend, HQ // H * M, softcap, window)
+        name = gluon_or_triton(storage.layout, forced(backend) is not None, HQ // H * M, softcap, window, scale)
     out, lse = _ATTEND[name](
         q,
         storage,

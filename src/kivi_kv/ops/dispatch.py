@@ -40,7 +40,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, backend: str | Non
         return "reference"
     why = _why_not_triton(op, device, dtype)
     if why is None and op == "attend" and wanted != "triton":
-        why_not_gluon = _why_not_gluon(device)
+        why_not_gluon = "since Triton interprets" if _interpreted() else _why_not_gluon(device)
         if why_not_gluon is None:
             return "gluon"
         why = why_not_gluon if wanted else None

@@ -36,10 +36,9 @@ def _shares(most: int, rows: int) -> int:
     would; with many, few do.
     """
     if rows * 3 > most:
-        if rows <= most:
-            return most // rows * rows
-        if rows % -(-rows // most) == 0:
-            return rows // -(-rows // most)
+        even = most // rows * rows if rows <= most else rows // -(-rows // most)
+        if even * 8 >= most * 7:  # else it would leave too much of the device idle
+            return even
     return most
 
 
@@ -72,7 +71,7 @@ def attend_gluon(
     sink_logits = None if sink_logits is None else sink_logits.contiguous()
     has_new = new_k is not None
     new_k, new_v = (storage.dense_k, storage.dense_v) if new_k is None or new_v is None else (new_k, new_v)
-    new_k, new_v = (x if _aligned(x) else x.contiguous() for x in (new_k, new_v))
+    new_k, new_v = (x if _aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (new_k, new_v))
     part = torch.empty((column_tiles, programs + rows, 4 * TILES, D), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -100,5 +99,5 @@ def attend_gluon(
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows of x can be copied 16 bytes at a time."""
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(n * x.itemsize % 16 == 0 for n in x.stride()[:3])
+    """Whether Triton will know that rows of x can be copied 16 bytes at a time."""
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in x.stride()[:3])

@@ -10,7 +10,7 @@ from .share import triton_row_cost as row_cost
 from .share import triton_units_before as units_before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BATCH", "M", "PROGRAMS"])
 def combine_kernel(
     part_ptr, part_lse_ptr, length_ptr, packed_ptr, sink_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om,
     BATCH, H, M, PROGRAMS,
@@ -22,6 +22,7 @@ def combine_kernel(
     column, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     gq, query = column % GQ, column // GQ
+    # read before the wait below: decode_kernel has waited for whatever wrote them before it let this kernel start
     rows = tl.arange(0, ROWS)
     length = tl.load(length_ptr + rows, mask=rows < BATCH, other=0)
     packed = tl.load(packed_ptr + rows, mask=rows < BATCH, other=0)

@@ -34,7 +34,7 @@ def _add(a, b):
 def _queries(
     q_ptr, stride_qh, stride_qm, M, column0, factor, memory, GQ: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr
 ):
-    """The queries of a row, each brought below 1/2 by a power of two: no product with a scale leaves fp16.
+    """The queries of a row, each brought below 1/2 (4 where bf16 ends) by a power of two, for products within fp16.
 
     Column = query token * GQ + query head of the kv head. -> words [16, 8] by tile of 4 columns and 32 channels,
     columns 2 c and 2 c + 1 holding column c (in shared memory if there are many), and by tile [16, 4] what a logit
@@ -55,7 +55,7 @@ def _queries(
             part = gl.load(offset, mask=mask, other=0.0).to(gl.float32)
             raw = raw + (part,)
             top = gl.maximum(top, gl.max(gl.abs(part), 0))
-        exponent = gl.minimum(top.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E000000)
+        exponent = gl.minimum(top.to(gl.int32, bitcast=True) & 0x7F800000, 0x7D800000)
         down = (0x7E000000 - gl.maximum(exponent, 0x01000000)).to(gl.float32, bitcast=True)
         for kb in gl.static_range(NB):
             words = to_words((raw[kb] * gl.expand_dims(down, 0)).to(gl.float16))
@@ -172,7 +172,7 @@ def decode_kernel(
     V_CODES: gl.constexpr = 4 * D * V_BITS
     K_WORDS: gl.constexpr = K_CODES + KG * D
     WORDS: gl.constexpr = K_WORDS + V_CODES + VG * 128
-    # of acc: that of codes as they are multiplied, or, if WIDE, one that takes both ends of bf16's range
+    # of acc: that of codes as they are multiplied, or, if WIDE, one for values from 1e-35 to 1e33
     UNIT: gl.constexpr = 2.0**-12 if WIDE else 2.0**-24
     k_codes = gl.allocate_shared_memory(gl.int32, [K_CODES], FLAT)
     k_scales = gl.allocate_shared_memory(gl.int32, [KG * D // 2], FLAT)
