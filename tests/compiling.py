@@ -22,6 +22,7 @@ from triton.runtime.jit import KernelInterface
 
 from kivi_kv import KiviConfig, quantize_k, quantize_v
 from kivi_kv.format import PageLayout
+from kivi_kv.ops.kernels.append import append_token
 from kivi_kv.ops.kernels.decode import attend_kernel
 from kivi_kv.ops.kernels.gluon import attend as gluon
 from kivi_kv.ops.kernels.matmul import packed_matmul_triton
@@ -95,6 +96,14 @@ def launches_of_write(config, dtype, D) -> list:
     return launches
 
 
+def launches_of_append(config, dtype, D) -> list:
+    storage = KVStorage.empty(config, 2, 3, D, dtype, "cpu", 4096)
+    x = torch.zeros(2, 1, 3, D, dtype=dtype).transpose(1, 2)
+    with recorded() as launches:
+        append_token(x, x, storage)
+    return launches
+
+
 def launches_of_matmul(bits, dtype, D, group, M) -> list:
     x = torch.zeros(1, 2, 1024, D, dtype=dtype)
     with recorded() as launches:
@@ -148,6 +157,7 @@ def launches_for(arch: str, what: str) -> list:
         return [(variant, *x) for variant in GLUON[:few] for x in launches_of_attend(*variant, gluon.attend_gluon)]
     launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]
     launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_write(*variant)]
+    launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_append(*variant)]
     return launches + [(variant, *x) for variant in MATMUL[:few] for x in launches_of_matmul(*variant)]
 
 

@@ -6,6 +6,7 @@ import torch
 from attending import TOLERANCE
 from interpreting import interpreted
 from kivi_kv import KiviConfig, LayerCache
+from kivi_kv.ops import append_token
 from oracle import assert_bitwise_equal, randn
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -48,7 +49,7 @@ def test_decode_stores_and_attends_what_step_does(name, backend, device):
     config, D, dtype = CONFIGS[name]
     usual, other = (filled(config, D, dtype, b, device) for b in ("reference", backend))
     other.prepare()
-    steps = 6 if backend == "triton" else 140
+    steps = 4 if backend == "triton" else 140
     for step in range(steps):
         q, k, v = token(step, D, dtype, device)
         v = v[:, :2]
@@ -90,7 +91,12 @@ def test_a_full_row_keeps_what_it_has(backend, device):
     before = [x.clone() for x in layer.dequantize()]
     room = layer.storage.table.shape[1] * 128 + 128  # pages, and the ring behind them
     for step in range(room - 298 + 3):
-        layer.decode(*(randn(2, 1, 1, 16, dtype=FP16, seed=10 * step + i) for i in range(3)))
+        append_token(
+            *(randn(2, 1, 1, 16, dtype=FP16, seed=10 * step + i) for i in range(2)), layer.storage, backend
+        )
+    assert layer.storage.lengths.tolist() == [room, room]
+    layer.prepare()
+    layer.decode(*(randn(2, 1, 1, 16, dtype=FP16, seed=i) for i in range(3)))  # full, too
     assert layer.lengths == [room, room]
     for x, y in zip(before, layer.dequantize(), strict=True):
         assert_bitwise_equal(x[:1, :, :256], y[:1, :, :256])  # what was packed

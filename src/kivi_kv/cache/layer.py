@@ -243,10 +243,10 @@ class LayerCache:
         k, v = k.detach(), v.detach()
         s, S = self.storage, self.config.sink_length
         parts = list(self._uniform(rows))
-        if M == 1:
+        if M == 1 and len(parts) > 1:  # one scatter for all of them
             for part, length, packed in parts:
                 self._slots(part, packed, self.config.pages(length + 1))
-            append_token(k, v, s.rows(rows), self.backends["quantize"])
+            append_token(k, v, s.rows(rows), "reference")
             for part, length, packed in parts:
                 self._count(part, length + 1, max(packed, self.config.pages(length + 1)))
             return

@@ -26,6 +26,14 @@ def advance_kernel(
 
 
 @triton.jit
+def _ring_tile(dense_ptr, rows, count, block, D: tl.constexpr, DB: tl.constexpr):
+    """A block's channels, and their values [128, DB] in the first `count` of the given rows."""
+    d = block * DB + tl.arange(0, DB)
+    mask = (d < D)[None, :] & (tl.arange(0, 128) < count)[:, None]
+    return d, tl.load(dense_ptr + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _store_token(dense_ptr, new_ptr, row, d, D):
     new = tl.load(new_ptr + d, mask=d < D)
     tl.debug_barrier()  # the row may be one of those that every thread has just read
@@ -56,26 +64,27 @@ def append_kernel(
         at = b * stride_db + h * stride_dh
         first = tl.load(packed_ptr + b) - 1  # the page to pack
         rows = S + (first * 128 + tl.arange(0, 128)) % RING
-        page = 0 * b
+        page, count = 0 * b, 0
         if moved == 2:
+            count = 128
             page = (tl.load(table_ptr + b * stride_table + first).to(tl.int64) * H + h) * WORDS
         if values:
-            d = block * VB + tl.arange(0, VB)
+            v_at, new_v = dense_v_ptr + at, v_ptr + b * stride_vb + h * stride_vh
+            dv, x = _ring_tile(v_at, rows, count, block, D, VB)
             if moved == 2:
-                x = tl.load(dense_v_ptr + at + rows[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
                 store_v_page(
-                    x, d, block, pool_ptr, param_ptr, page + V_AT, D, DP, VB, VG, GROUPS, V_BITS, LIMIT, FUSED,
+                    x, dv, block, pool_ptr, param_ptr, page + V_AT, D, DP, VB, VG, GROUPS, V_BITS, LIMIT, FUSED,
                     PARAMS_PER_WORD,
                 )  # fmt: skip
-            _store_token(dense_v_ptr + at, v_ptr + b * stride_vb + h * stride_vh, row, d, D)
+            _store_token(v_at, new_v, row, dv, D)
         else:
-            d = block * KB + tl.arange(0, KB)
+            k_at, new_k = dense_k_ptr + at, k_ptr + b * stride_kb + h * stride_kh
+            dk, y = _ring_tile(k_at, rows, count, block, D, KB)
             if moved == 2:
-                x = tl.load(dense_k_ptr + at + rows[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
                 store_k_page(
-                    x, d, block, pool_ptr, param_ptr, page, DP, KB, G, K_BITS, LIMIT, FUSED, PARAMS_PER_WORD
+                    y, dk, block, pool_ptr, param_ptr, page, DP, KB, G, K_BITS, LIMIT, FUSED, PARAMS_PER_WORD
                 )
-            _store_token(dense_k_ptr + at, k_ptr + b * stride_kb + h * stride_kh, row, d, D)
+            _store_token(k_at, new_k, row, dk, D)
 
 
 def append_token(k: Tensor, v: Tensor, storage: KVStorage) -> None:
