@@ -10,15 +10,21 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Cache,
+    Cohere2Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for
@@ -73,9 +79,27 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "qwen3_moe": lambda: _config(
+        Qwen3MoeConfig, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "mixtral": lambda: _config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "olmo2": lambda: _config(Olmo2Config),
+    "smollm3": lambda: _config(SmolLM3Config, no_rope_layers=[1, 0], use_sliding_window=False),
+    "cohere2": lambda: _config(
+        Cohere2Config, layers=4, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "gemma2": lambda: _config(  # bounds its logits
+        Gemma2Config,
+        layers=4,
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=5.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
 }
 FAMILIES = tuple(CONFIGS)
-SLIDING = ("mistral_sliding", "gemma3", "gpt_oss")  # some layers have a window
+SLIDING = ("mistral_sliding", "gemma3", "gpt_oss", "cohere2", "gemma2")  # some layers have a window
 PACKABLE = tuple(name for name in FAMILIES if name != "mistral_sliding")  # at least one layer can be packed
 
 
