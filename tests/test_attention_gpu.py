@@ -1,4 +1,4 @@
-"""The compiled attention kernel: lengths that the interpreter cannot bear, odd shapes, graphs, far offsets."""
+"""The compiled attention kernels: lengths that the interpreter cannot bear, odd shapes, graphs, far offsets."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 KIVI2 = KiviConfig(2, 2, 32)
 BALANCED = KiviConfig(4, 2, 128, sink_length=32)
 DEVICE = {"device": "cuda"}
+by_both = pytest.mark.parametrize("backend", ["triton", "gluon"])
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +81,13 @@ def test_softcap_and_sink_logits(name):
     case.check(q, scale=0.5, sink_logits=sinks)
 
 
-@pytest.mark.parametrize("name", ["kivi2", "balanced"])
-def test_hard_values(name):
-    """The kv heads are 2 instead of 3: the same variants."""
-    config, D, dtype, _ = VARIANTS[name]
+@by_both
+@pytest.mark.parametrize(("config", "dtype"), [(KIVI2, FP16), (KIVI2, BF16), (BALANCED, BF16)])
+def test_hard_values(config, dtype, backend):
     wrong = {}
-    for case, q, k, v in hard_cases(dtype, 4096, D, "cuda"):
+    for case, q, k, v in hard_cases(dtype, 4096, 128, "cuda"):
         try:
-            Case(config, k, v).check(q)
+            Case(config, k, v).check(q, backend=backend)
         except AssertionError as error:
             wrong[case] = str(error)
     assert not wrong
@@ -96,9 +96,10 @@ def test_hard_values(name):
 # --- length ---
 
 
+@by_both
 @pytest.mark.parametrize("name", ["kivi2", "balanced"])
 @pytest.mark.parametrize("peaked", [False, True])
-def test_error_does_not_grow_with_length(peaked, name):
+def test_error_does_not_grow_with_length(backend, peaked, name):
     """Spread evenly, the output is small and the sum long; peaked, one token outweighs 131,071 others."""
     config, D, dtype, ratio = VARIANTS[name]
     errors = {}
@@ -107,82 +108,89 @@ def test_error_does_not_grow_with_length(peaked, name):
         q = queries(1, 3 * ratio, 1, D, dtype, **DEVICE)
         if peaked:
             k[:, :, T // 3] = 2 * q[0, ::ratio, 0]
-        errors[T] = Case(config, k, v).check(q)
+        errors[T] = Case(config, k, v).check(q, backend=backend)
     assert errors[131_072] <= 1.5 * errors[4096] + TOLERANCE[dtype] / 20, errors
 
 
 # --- launches ---
 
 
-def test_runs_are_equal_bit_for_bit():
+@by_both
+def test_runs_are_equal_bit_for_bit(backend):
     for T in (300, 20_000):
         case, q = Case.random(KIVI2, 2, 3, T, 128, **DEVICE), queries(2, 12, 1, 128, **DEVICE)
-        first = attend(q, case.cache.storage, return_lse=True, backend="triton")
+        first = attend(q, case.cache.storage, return_lse=True, backend=backend)
         for _ in range(20):
-            for a, b in zip(attend(q, case.cache.storage, return_lse=True, backend="triton"), first, strict=True):
+            for a, b in zip(attend(q, case.cache.storage, return_lse=True, backend=backend), first, strict=True):
                 assert_bitwise_equal(a, b)
 
 
-def test_one_graph_serves_growing_lengths():
+@by_both
+def test_one_graph_serves_growing_lengths(backend):
     """Captured once; lengths, packed and table change on the device, and each replay is as a launch of its own."""
     T, cuts = 5000, [5000, 100, 129, 257, 600, 2999, 4999]
     k, v = (randn(2, 3, T, 128, dtype=FP16, seed=seed).cuda() for seed in (1, 2))
-    layer = LayerCache(KIVI2, 2, 3, 128, FP16, "cuda", max_tokens=T, backend="triton")
+    layer = LayerCache(KIVI2, 2, 3, 128, FP16, "cuda", max_tokens=T, backend=backend)
     q = queries(2, 12, 1, 128, **DEVICE)
-    attend(q, layer.storage, backend="triton")
+    attend(q, layer.storage, backend=backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = attend(q, layer.storage, return_lse=True, backend="triton")
+        out, lse = attend(q, layer.storage, return_lse=True, backend=backend)
     for length in cuts:
         layer.reset()
         layer.append(k[:, :, :length], v[:, :, :length])
         out.fill_(torch.nan)
         graph.replay()
         case = Case(KIVI2, k[:, :, :length], v[:, :, :length], max_tokens=T)
-        expected = attend(q, case.cache.storage, return_lse=True, backend="triton")
+        expected = attend(q, case.cache.storage, return_lse=True, backend=backend)
         for a, b in zip((out, lse), expected, strict=True):
             assert_bitwise_equal(a, b)
         case.check(q)
 
 
-def test_an_attend_waits_for_nothing():
+@by_both
+def test_an_attend_waits_for_nothing(backend):
     case = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE)
     q, new = queries(2, 12, 1, 128, **DEVICE), new_tokens(2, 3, 1, 128, **DEVICE)
-    attend(q, case.cache.storage, *new, backend="triton")
+    attend(q, case.cache.storage, *new, backend=backend)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attend(q, case.cache.storage, *new, backend="triton")
+        attend(q, case.cache.storage, *new, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_offsets_beyond_two_billion_words():
+@by_both
+def test_offsets_beyond_two_billion_words(backend):
     """Pages at the far end of a pool of more than 2^31 words, whose other words are NaN."""
     case, q = Case.random(KIVI2, 2, 3, 3000, 128, **DEVICE), queries(2, 12, 1, 128, **DEVICE)
     storage = case.cache.storage
-    expected = attend(q, storage, backend="triton")
+    expected = attend(q, storage, backend=backend)
     near = storage.pool
     far = 2**31 // near[0].numel() + 1
     storage.pool = torch.full((far + len(near), *near.shape[1:]), -1, dtype=torch.int32, device="cuda")
     storage.pool[far:] = near
     storage.table = torch.where(storage.table >= 0, storage.table + far, -1)
-    assert_bitwise_equal(attend(q, storage, backend="triton"), expected)
+    assert_bitwise_equal(attend(q, storage, backend=backend), expected)
 
 
-def test_padding_and_what_lies_behind_the_end_do_not_matter():
+@pytest.mark.parametrize(
+    ("name", "backend"), [("4, 2 bits D20", "triton"), ("kivi2", "gluon"), ("balanced", "gluon")]
+)
+def test_padding_and_what_lies_behind_the_end_do_not_matter(name, backend):
     """Channels that pad D, dense rows and pages that hold no token: NaN there changes nothing."""
-    config, D, dtype, ratio = VARIANTS["4, 2 bits D20"]
+    config, D, dtype, ratio = VARIANTS[name]
     case = Case.random(config, 2, 3, 300, D, dtype, [300, 40], max_tokens=600, **DEVICE)
     storage, q = case.cache.storage, queries(2, 3 * ratio, 1, D, dtype, **DEVICE)
-    expected = attend(q, storage, backend="triton")
+    expected = attend(q, storage, backend=backend)
     empty = storage.dense_tokens() >= storage.lengths[:, None]
     for x in (storage.dense_k, storage.dense_v):
         x.masked_fill_(empty[:, None, :, None], torch.nan)
     used = torch.zeros(len(storage.pool), dtype=torch.bool, device="cuda")
     used[storage.table[storage.table >= 0].long()] = True
     storage.pool[~used] = -1
-    assert_bitwise_equal(attend(q, storage, backend="triton"), expected)
+    assert_bitwise_equal(attend(q, storage, backend=backend), expected)
 
 
 def test_a_layer_by_both_backends():
