@@ -303,8 +303,10 @@ def decode_kernel(
 
         if HAS_NEW:  # noqa: SIM102 (a constant, then what the device decides)
             if last > packed_b + (tokens + 15) // 16:  # the new tokens are the row's last unit
-                copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, M, D)
-                copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, M, D)
+                # 0, but not to LLVM, which would keep the addresses below in registers through all rows
+                start = tokens >> 31
+                copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, start, M, D)
+                copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, start, M, D)
                 names.wait_group(0)
                 names.barrier()
                 token = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, F)), 1)

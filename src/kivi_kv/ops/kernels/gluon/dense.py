@@ -28,10 +28,10 @@ def copy_rows(codes, source, packed, n, tokens, S: gl.constexpr, RING: gl.conste
 
 
 @gluon.jit
-def copy_new(codes, source, stride, M, D: gl.constexpr):
-    """The M <= 16 new tokens."""
+def copy_new(codes, source, stride, start, M, D: gl.constexpr):
+    """The M <= 16 new tokens from `start` on, which is 0."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
-    token = gl.arange(0, 16, layout=gl.SliceLayout(1, L))
+    token = start + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
     at = gl.expand_dims(token * stride, 1) + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, L)), 0)
     mask = gl.expand_dims(token < M, 1) & (at >= 0)
     names.copy_to_shared(_rows(codes, D, source.dtype.element_ty), source + at, mask=mask)
