@@ -1,12 +1,13 @@
 """Quantize and pack K and V into pages: bytes read and written per second beside a copy, on a GPU.
 
-    python benchmarks/quantize.py [--out FILE.csv]
+    python benchmarks/quantize.py [--out FILE.csv] [--plot FILE.png]
 
 Pages are compared with the reference, bit for bit, before anything is timed.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import copy_bandwidth, graph_us, write_csv
@@ -18,9 +19,28 @@ from kivi_kv.ops.kernels.quantize import write_k_pages, write_v_pages
 SHAPE = (8, 8, 32768, 128)
 
 
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Shares of the copy's bandwidth, one bar for each row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [f"{r['of']} {r['dtype']}, {r['bits']} bits, groups of {r['group']}" for r in rows]
+    figure, axis = plt.subplots(figsize=(6.4, 3.6))
+    axis.barh(names, [float(r["of copy"]) for r in rows], color=["C0" if r["of"] == "K" else "C1" for r in rows])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set(xlabel="bytes read and written per second, beside a copy's", xlim=(0, 1.05))
+    axis.tick_params(axis="y", labelsize=7)
+    axis.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
+    parser.add_argument("--plot", type=Path, help="shares of a copy's bandwidth")
     args = parser.parse_args()
     B, H, T, D = SHAPE
     copy = copy_bandwidth()
@@ -50,6 +70,8 @@ def main() -> None:
                 )
                 print("  ".join(f"{value}" for value in rows[-1].values()), flush=True)
     write_csv(args.out, rows)
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":
