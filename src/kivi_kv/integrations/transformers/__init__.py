@@ -2,6 +2,7 @@
 
 from .cache import KiviCache, cache_for, cache_nbytes, head_dim_of
 from .compat import cache_argument
+from .decoder import GraphDecoder
 from .loading import load
 
-__all__ = ["KiviCache", "cache_argument", "cache_for", "cache_nbytes", "head_dim_of", "load"]
+__all__ = ["GraphDecoder", "KiviCache", "cache_argument", "cache_for", "cache_nbytes", "head_dim_of", "load"]

@@ -48,6 +48,7 @@ class KiviLayer(CacheLayerMixin):
         self.seen = 0
         self.mask: Tensor | None = None  # [B, seen] bool: which seen tokens are stored; None for all
         self.counts: Counter[str] = Counter() if counts is None else counts  # shared by a cache's layers
+        self.prepared: int | None = None  # tokens when `prepare` was called, until `finish`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape != value_states.shape:
@@ -83,11 +84,28 @@ class KiviLayer(CacheLayerMixin):
             raise RuntimeError("attend: expected tokens staged by update, got none")
         k, v = self.staged
         self.staged = None  # what is refused below is not stored later either
+        if self.prepared is not None:
+            return cache.decode(q, k, v, **options)
         total = self.seen + k.shape[2]
         valid = self._valid(None if mask is None else mask[:, :total])
         out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
         return out
+
+    def prepare(self) -> None:
+        """From here to `finish`, store and attend one token at a time by the device alone, without padding."""
+        self._settle()
+        cache = self._ready()
+        cache.prepare()
+        self.prepared = max(cache.lengths)
+
+    def finish(self) -> None:
+        """Count what was stored since `prepare`, in rows that all took as many tokens."""
+        if self.prepared is not None:
+            self.staged = None
+            tokens = max(self._ready().lengths) - self.prepared
+            self.prepared = None
+            self._advance(tokens, None)
 
     def materialize(self, why: str = NOT_OURS) -> tuple[Tensor, Tensor]:
         """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted. Warns why, once."""
