@@ -79,7 +79,7 @@ def attend_gluon(
     unit = math.gcd(layout.words, 16 * D)
     share = {
         "GQ": GQ, "D": D, "S": config.sink_length, "ROWS": max(32, triton.next_power_of_2(B)),
-        "PAGE": layout.words // unit, "DENSE": 16 * D // unit, "HAS_NEW": int(has_new), "PDL": pdl,
+        "PAGE_COST": layout.words // unit, "DENSE_COST": 16 * D // unit, "HAS_NEW": int(has_new), "PDL": pdl,
     }  # fmt: skip
     decode_kernel[(programs, column_tiles)](
         q, storage.pool, storage.table, storage.packed, storage.lengths, storage.dense_k, storage.dense_v,

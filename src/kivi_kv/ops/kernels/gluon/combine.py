@@ -14,8 +14,8 @@ from .share import triton_units_before as units_before
 def combine_kernel(
     part_ptr, part_lse_ptr, length_ptr, packed_ptr, sink_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om,
     BATCH, H, M, PROGRAMS,
-    GQ: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    DENSE: tl.constexpr, HAS_NEW: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, DB: tl.constexpr,
+    GQ: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE_COST: tl.constexpr,
+    DENSE_COST: tl.constexpr, HAS_NEW: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, DB: tl.constexpr,
     BLOCK: tl.constexpr, HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """DB channels of one query by weights exp2(part_lse). out [B, HQ, M, D], lse [B, HQ, M]."""
@@ -26,14 +26,14 @@ def combine_kernel(
     rows = tl.arange(0, ROWS)
     length = tl.load(length_ptr + rows, mask=rows < BATCH, other=0)
     packed = tl.load(packed_ptr + rows, mask=rows < BATCH, other=0)
-    cost = tl.where(rows < BATCH, row_cost(length, packed, S, PAGE, DENSE, HAS_NEW), 0)
+    cost = tl.where(rows < BATCH, row_cost(length, packed, S, PAGE_COST, DENSE_COST, HAS_NEW), 0)
     total = tl.sum(cost, 0) * H
-    programs = programs_used(total, PROGRAMS, PAGE)
+    programs = programs_used(total, PROGRAMS, PAGE_COST)
     mine = tl.sum(tl.where(rows == b, cost, 0), 0)
     packed_b = tl.sum(tl.where(rows == b, packed, 0), 0)
     start = tl.sum(tl.where(rows < b, cost, 0), 0) * H + h * mine
-    units = units_before(mine, packed_b, PAGE, DENSE)
-    last = start + tl.minimum(units - 1, packed_b) * PAGE + tl.maximum(units - 1 - packed_b, 0) * DENSE
+    units = units_before(mine, packed_b, PAGE_COST, DENSE_COST)
+    last = start + tl.minimum(units - 1, packed_b) * PAGE_COST + tl.maximum(units - 1 - packed_b, 0) * DENSE_COST
     first = program_at(start, total, programs)
     count = tl.where(mine > 0, program_at(last, total, programs) - first + 1, 0)
     if PDL:

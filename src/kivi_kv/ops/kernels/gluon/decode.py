@@ -154,8 +154,8 @@ def decode_kernel(
     factor, stride_qb, stride_qh, stride_qm, stride_table, stride_kb, stride_kh, stride_nkb, stride_nkh, stride_nkm,
     stride_nvb, stride_nvh, stride_nvm, BATCH, H, M,
     GQ: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr, G: gl.constexpr, K_BITS: gl.constexpr,
-    V_BITS: gl.constexpr, S: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr,
-    DENSE: gl.constexpr, HAS_NEW: gl.constexpr, PDL: gl.constexpr,
+    V_BITS: gl.constexpr, S: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, PAGE_COST: gl.constexpr,
+    DENSE_COST: gl.constexpr, HAS_NEW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Partial results of every program and row that meet, at program + row: part [.., columns, D], part_lse.
 
@@ -193,9 +193,9 @@ def decode_kernel(
     b_at = gl.arange(0, ROWS, layout=LANES)
     length = gl.load(length_ptr + b_at, mask=b_at < BATCH, other=0)
     packed = gl.load(packed_ptr + b_at, mask=b_at < BATCH, other=0)
-    cost = gl.where(b_at < BATCH, row_cost(length, packed, S, PAGE, DENSE, HAS_NEW), 0) * H
+    cost = gl.where(b_at < BATCH, row_cost(length, packed, S, PAGE_COST, DENSE_COST, HAS_NEW), 0) * H
     total = gl.sum(cost, 0)
-    programs = programs_used(total, gl.num_programs(0), PAGE)
+    programs = programs_used(total, gl.num_programs(0), PAGE_COST)
     program = gl.program_id(0)
     column0 = gl.program_id(1) * COLUMNS
     low, high = share_start(program, total, programs), share_start(program + 1, total, programs)
@@ -209,14 +209,14 @@ def decode_kernel(
     row += h * cost_b
     while row < high:
         length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
-        cost_b = row_cost(length_b, packed_b, S, PAGE, DENSE, HAS_NEW)
+        cost_b = row_cost(length_b, packed_b, S, PAGE_COST, DENSE_COST, HAS_NEW)
         while cost_b == 0:
             b += 1
             length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
-            cost_b = row_cost(length_b, packed_b, S, PAGE, DENSE, HAS_NEW)
+            cost_b = row_cost(length_b, packed_b, S, PAGE_COST, DENSE_COST, HAS_NEW)
         tokens = dense_tokens(length_b, packed_b, S)
-        first = units_before(gl.maximum(low - row, 0), packed_b, PAGE, DENSE)
-        last = units_before(gl.minimum(high - row, cost_b), packed_b, PAGE, DENSE)
+        first = units_before(gl.maximum(low - row, 0), packed_b, PAGE_COST, DENSE_COST)
+        last = units_before(gl.minimum(high - row, cost_b), packed_b, PAGE_COST, DENSE_COST)
         stop = gl.minimum(last, packed_b)
         dense = (gl.maximum(first, packed_b) - packed_b) * 16
         dense_stop = gl.minimum((last - packed_b) * 16, tokens)

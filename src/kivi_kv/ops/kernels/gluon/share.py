@@ -1,7 +1,8 @@
 """How the tokens of all rows are shared among programs: written once, for Gluon and for Triton.
 
 Rows (b, h) lie end to end, and cost what their units cost: packed pages, then blocks of 16 full-precision tokens.
-A program takes the units that start within its share of the whole; shares differ by 1 at most.
+A program takes the units that start within its share of the whole; shares differ by 1 at most. A page costs at
+least as much as a block: what `_programs_used` says of shares rests on it.
 """
 
 from collections.abc import Callable
@@ -22,16 +23,16 @@ def _dense_tokens(length, packed, S):
     return sinks + behind * (behind > 0)
 
 
-def _row_cost(length, packed, S, PAGE, DENSE, NEW):
+def _row_cost(length, packed, S, PAGE_COST, DENSE_COST, NEW):
     """Of one row and kv head, with a block of new tokens if NEW. length, packed: a number or a tensor of them."""
     sinks = length * (length < S) + S * (length >= S)
     behind = length - S - packed * 128
-    return packed * PAGE + (sinks + behind * (behind > 0) + 15) // 16 * DENSE + NEW * DENSE
+    return packed * PAGE_COST + (sinks + behind * (behind > 0) + 15) // 16 * DENSE_COST + NEW * DENSE_COST
 
 
-def _programs_used(total, programs, PAGE):
+def _programs_used(total, programs, PAGE_COST):
     """No share may be smaller than a unit: between a row's first and last program, each has a unit of it."""
-    most = total // PAGE
+    most = total // PAGE_COST
     used = programs * (programs <= most) + most * (most < programs)
     return used + (used == 0)
 
@@ -50,11 +51,11 @@ def _program_at(cost, total, programs):
     return cost // (each + 1) * (behind < 0) + (more + behind // each) * (behind >= 0)
 
 
-def _units_before(cost, packed, PAGE, DENSE):
+def _units_before(cost, packed, PAGE_COST, DENSE_COST):
     """Units of a row that start before a cost >= 0."""
-    behind = cost - packed * PAGE
-    pages = (cost + PAGE - 1) // PAGE
-    return pages * (behind <= 0) + (packed + (behind + DENSE - 1) // DENSE) * (behind > 0)
+    behind = cost - packed * PAGE_COST
+    pages = (cost + PAGE_COST - 1) // PAGE_COST
+    return pages * (behind <= 0) + (packed + (behind + DENSE_COST - 1) // DENSE_COST) * (behind > 0)
 
 
 triton_row_cost, row_cost = _both(_row_cost)
