@@ -36,8 +36,9 @@ def _shares(most: int, rows: int) -> int:
     would; with many, few do.
     """
     if rows * 3 > most:
-        even = most // rows * rows if rows <= most else rows // -(-rows // most)
-        if even * 8 >= most * 7:  # else it would leave too much of the device idle
+        each = -(-rows // most)  # rows of a program
+        even = most // rows * rows if rows <= most else rows // each
+        if even * 8 >= most * 7 and (rows <= most or rows % each == 0):  # else too much of the device would idle
             return even
     return most
 
