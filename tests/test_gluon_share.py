@@ -22,7 +22,7 @@ def batches(draw):
 
 def attended(S, rows, H, programs, PAGE, DENSE, NEW):
     """{(program, row): units} as decode_kernel walks its share; rows are those of (b, h)."""
-    costs = [share._row_cost(length, packed, S, PAGE, DENSE, NEW) for length, packed in rows]
+    costs = [share._row_cost(share._dense_tokens(n, packed, S), packed, PAGE, DENSE, NEW) for n, packed in rows]
     total = sum(costs) * H
     used = share._programs_used(total, programs, PAGE)
     parts = {}

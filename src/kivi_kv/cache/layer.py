@@ -145,10 +145,8 @@ class LayerCache:
         """Give every page to come its slot, so that `decode` needs nothing of the host. max_tokens must be set."""
         if self.max_tokens is None:
             raise ValueError("max_tokens: expected a number, for storage that does not grow, got None")
-        s = self.storage
-        slots.reserve(s, self.config.pages(self.max_tokens))
-        for part, _, packed in self._uniform(slice(0, s.batch)):
-            s.table[part, packed:] = slots.assign(s, part, packed, s.table.shape[1])
+        for part, _, packed in self._uniform(slice(0, self.storage.batch)):
+            self._slots(part, packed, self.config.pages(self.max_tokens))
         self._prepared = True
 
     def decode(

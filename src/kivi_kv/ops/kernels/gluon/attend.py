@@ -10,11 +10,11 @@ from torch import Tensor
 from ....config import PAGE
 from ....format import PageLayout
 from ....storage import KVStorage
+from ..occupancy import resident_warps
 from .combine import combine_kernel
 from .decode import decode_kernel
 
 _LOG2E = 1.4426950408889634
-_WARPS_PER_SM = 8  # programs of one warp: their registers allow two on each of four schedulers
 
 
 @lru_cache(maxsize=256)
@@ -25,8 +25,8 @@ def _device(device: torch.device, layout: PageLayout, tiles: int) -> tuple[int, 
     rows = 8 * layout.head_dim // 2 + 16 * PAGE // 2  # of zeros, as operands have them
     queries = 4 * tiles * layout.head_dim if tiles > 1 else 0
     nbytes = 4 * (k_code + k_param + v_code + v_param + rows + queries) + 1024  # which every program costs
-    resident = min(_WARPS_PER_SM, properties.shared_memory_per_multiprocessor // nbytes)
-    return properties.multi_processor_count * resident, properties.major >= 9
+    fit = properties.multi_processor_count * (properties.shared_memory_per_multiprocessor // nbytes)
+    return min(resident_warps(device), fit), properties.major >= 9  # a program is one warp
 
 
 def _shares(most: int, rows: int) -> int:

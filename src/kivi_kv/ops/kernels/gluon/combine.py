@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .share import triton_dense_tokens as dense_tokens
 from .share import triton_program_at as program_at
 from .share import triton_programs_used as programs_used
 from .share import triton_row_cost as row_cost
@@ -26,7 +27,9 @@ def combine_kernel(
     rows = tl.arange(0, ROWS)
     length = tl.load(length_ptr + rows, mask=rows < BATCH, other=0)
     packed = tl.load(packed_ptr + rows, mask=rows < BATCH, other=0)
-    cost = tl.where(rows < BATCH, row_cost(length, packed, S, PAGE_COST, DENSE_COST, HAS_NEW), 0)
+    cost = tl.where(
+        rows < BATCH, row_cost(dense_tokens(length, packed, S), packed, PAGE_COST, DENSE_COST, HAS_NEW), 0
+    )
     total = tl.sum(cost, 0) * H
     programs = programs_used(total, PROGRAMS, PAGE_COST)
     mine = tl.sum(tl.where(rows == b, cost, 0), 0)

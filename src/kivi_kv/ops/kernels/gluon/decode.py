@@ -193,7 +193,8 @@ def decode_kernel(
     b_at = gl.arange(0, ROWS, layout=LANES)
     length = gl.load(length_ptr + b_at, mask=b_at < BATCH, other=0)
     packed = gl.load(packed_ptr + b_at, mask=b_at < BATCH, other=0)
-    cost = gl.where(b_at < BATCH, row_cost(length, packed, S, PAGE_COST, DENSE_COST, HAS_NEW), 0) * H
+    tokens = dense_tokens(length, packed, S)
+    cost = gl.where(b_at < BATCH, row_cost(tokens, packed, PAGE_COST, DENSE_COST, HAS_NEW), 0) * H
     total = gl.sum(cost, 0)
     programs = programs_used(total, gl.num_programs(0), PAGE_COST)
     program = gl.program_id(0)
@@ -209,17 +210,18 @@ def decode_kernel(
     row += h * cost_b
     while row < high:
         length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
-        cost_b = row_cost(length_b, packed_b, S, PAGE_COST, DENSE_COST, HAS_NEW)
+        tokens_b = dense_tokens(length_b, packed_b, S)
+        cost_b = row_cost(tokens_b, packed_b, PAGE_COST, DENSE_COST, HAS_NEW)
         while cost_b == 0:
             b += 1
             length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
-            cost_b = row_cost(length_b, packed_b, S, PAGE_COST, DENSE_COST, HAS_NEW)
-        tokens = dense_tokens(length_b, packed_b, S)
+            tokens_b = dense_tokens(length_b, packed_b, S)
+            cost_b = row_cost(tokens_b, packed_b, PAGE_COST, DENSE_COST, HAS_NEW)
         first = units_before(gl.maximum(low - row, 0), packed_b, PAGE_COST, DENSE_COST)
         last = units_before(gl.minimum(high - row, cost_b), packed_b, PAGE_COST, DENSE_COST)
         stop = gl.minimum(last, packed_b)
         dense = (gl.maximum(first, packed_b) - packed_b) * 16
-        dense_stop = gl.minimum((last - packed_b) * 16, tokens)
+        dense_stop = gl.minimum((last - packed_b) * 16, tokens_b)
         b64, h64 = b.to(gl.int64), h.to(gl.int64)
         k_rows, v_rows = k_ptr + b64 * stride_kb + h64 * stride_kh, v_ptr + b64 * stride_kb + h64 * stride_kh
 
@@ -282,29 +284,29 @@ def decode_kernel(
             else:
                 names.commit_group()
 
-        copy_rows(k_codes, k_rows, packed_b, dense, tokens, S, RING, D)
-        copy_rows(v_codes, v_rows, packed_b, dense, tokens, S, RING, D)
+        copy_rows(k_codes, k_rows, packed_b, dense, tokens_b, S, RING, D)
+        copy_rows(v_codes, v_rows, packed_b, dense, tokens_b, S, RING, D)
         for i in range(dense, dense_stop, 16):
             names.wait_group(1)
             names.barrier()
             token = i + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, F)), 1)
-            limits = (tokens,) if TILES == 1 else (tokens, tokens)
+            limits = (tokens_b,) if TILES == 1 else (tokens_b, tokens_b)
             x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
             names.barrier()
-            copy_rows(k_codes, k_rows, packed_b, i + 16, tokens, S, RING, D)
+            copy_rows(k_codes, k_rows, packed_b, i + 16, tokens_b, S, RING, D)
             m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
             names.wait_group(1)
             names.barrier()
             acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
             names.barrier()
-            copy_rows(v_codes, v_rows, packed_b, i + 16, tokens, S, RING, D)
+            copy_rows(v_codes, v_rows, packed_b, i + 16, tokens_b, S, RING, D)
         names.wait_group(0)
         names.barrier()
 
         if HAS_NEW:  # noqa: SIM102 (a constant, then what the device decides)
-            if last > packed_b + (tokens + 15) // 16:  # the new tokens are the row's last unit
+            if last > packed_b + (tokens_b + 15) // 16:  # the new tokens are the row's last unit
                 # 0, but not to LLVM, which would keep the addresses below in registers through all rows
-                start = tokens >> 31
+                start = tokens_b >> 31
                 copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, start, M, D)
                 copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, start, M, D)
                 names.wait_group(0)

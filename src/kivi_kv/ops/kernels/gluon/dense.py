@@ -15,27 +15,35 @@ def _rows(codes, D: gl.constexpr, DTYPE: gl.constexpr):
     return names.view(codes.slice(0, 8 * D), DTYPE, [16, D], HALVES)
 
 
+@gluon.constexpr_function
+def _pieces(D):
+    """[16 tokens, D] halves: 16 bytes a lane, whole rows side by side."""
+    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
+
+
+@gluon.jit
+def _copy(codes, source, offset, stored, D: gl.constexpr):
+    """The tokens that lie at source + offset [16], zeros where not stored [16]."""
+    L: gl.constexpr = _pieces(D)
+    at = gl.expand_dims(offset, 1) + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, L)), 0)
+    mask = gl.expand_dims(stored, 1) & (at >= 0)
+    names.copy_to_shared(_rows(codes, D, source.dtype.element_ty), source + at, mask=mask)
+    names.commit_group()
+
+
 @gluon.jit
 def copy_rows(codes, source, packed, n, tokens, S: gl.constexpr, RING: gl.constexpr, D: gl.constexpr):
     """Tokens n .. n + 15 of `tokens` stored in full precision: sinks, then the ring, oldest first."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
-    token = n + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
+    token = n + gl.arange(0, 16, layout=gl.SliceLayout(1, _pieces(D)))
     row = gl.where(token < S, token, S + (token + packed * 128 - S) % RING)
-    at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, L)), 0)
-    mask = gl.expand_dims(token < tokens, 1) & (at >= 0)
-    names.copy_to_shared(_rows(codes, D, source.dtype.element_ty), source + at, mask=mask)
-    names.commit_group()
+    _copy(codes, source, row * D, token < tokens, D)
 
 
 @gluon.jit
 def copy_new(codes, source, stride, start, M, D: gl.constexpr):
     """The M <= 16 new tokens from `start` on, which is 0."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [1, 1], [1, 0])
-    token = start + gl.arange(0, 16, layout=gl.SliceLayout(1, L))
-    at = gl.expand_dims(token * stride, 1) + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, L)), 0)
-    mask = gl.expand_dims(token < M, 1) & (at >= 0)
-    names.copy_to_shared(_rows(codes, D, source.dtype.element_ty), source + at, mask=mask)
-    names.commit_group()
+    token = start + gl.arange(0, 16, layout=gl.SliceLayout(1, _pieces(D)))
+    _copy(codes, source, token * stride, token < M, D)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from .operands import (
     as_halves,
     joined,
     load_words,
-    multiply,  # fmt: skip
+    multiply,
     zeros,
 )
 
@@ -74,7 +74,7 @@ def _two_terms(q, scale):
 
 
 @gluon.jit
-def _add_biases(zeros, kb, words, sums, D: gl.constexpr):
+def _add_biases(k_zeros, kb, words, sums, D: gl.constexpr):
     """Add zeros . q of 32 channels to sums: two [16, 8].
 
     The operand's registers are 16 bytes of memory as they are: rows of lanes are groups (what lies behind them goes
@@ -82,7 +82,7 @@ def _add_biases(zeros, kb, words, sums, D: gl.constexpr):
     channels are its columns 8 apart. So the first sum, with the queries of one half of the channels, counts in its
     upper rows, the second in its lower ones.
     """
-    x = names.view(zeros, gl.float16, [8, D], HALVES).slice(kb * 32, 32, 1).load(_LANE_ROWS)
+    x = names.view(k_zeros, gl.float16, [8, D], HALVES).slice(kb * 32, 32, 1).load(_LANE_ROWS)
     x = x.reshape([8, 4, 2, 2, 2]).permute([3, 0, 2, 1, 4]).reshape([16, 16])  # (r1, row), (block, pair, half)
     x = gl.convert_layout(x, A, assert_trivial=True)
     halves = gl.split(words.reshape([2, 2, 4, 8]).permute([0, 2, 3, 1]))

@@ -17,17 +17,15 @@ def _both(body: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _dense_tokens(length, packed, S):
-    """Tokens of a row in full precision: sinks and residual."""
+    """Tokens of a row in full precision: sinks and residual. length, packed: a number or a tensor of them."""
     sinks = length * (length < S) + S * (length >= S)
     behind = length - S - packed * 128
     return sinks + behind * (behind > 0)
 
 
-def _row_cost(length, packed, S, PAGE_COST, DENSE_COST, NEW):
-    """Of one row and kv head, with a block of new tokens if NEW. length, packed: a number or a tensor of them."""
-    sinks = length * (length < S) + S * (length >= S)
-    behind = length - S - packed * 128
-    return packed * PAGE_COST + (sinks + behind * (behind > 0) + 15) // 16 * DENSE_COST + NEW * DENSE_COST
+def _row_cost(tokens, packed, PAGE_COST, DENSE_COST, NEW):
+    """Of one row and kv head: `tokens` in full precision, pages, new tokens if NEW. Numbers or tensors."""
+    return packed * PAGE_COST + (tokens + 15) // 16 * DENSE_COST + NEW * DENSE_COST
 
 
 def _programs_used(total, programs, PAGE_COST):
@@ -62,5 +60,5 @@ triton_row_cost, row_cost = _both(_row_cost)
 triton_programs_used, programs_used = _both(_programs_used)
 triton_program_at, _ = _both(_program_at)
 triton_units_before, units_before = _both(_units_before)
-_, dense_tokens = _both(_dense_tokens)
+triton_dense_tokens, dense_tokens = _both(_dense_tokens)
 _, share_start = _both(_share_start)
