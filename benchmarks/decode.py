@@ -74,6 +74,14 @@ def sdpa(backend: str, by_rows: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def table_row(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, name: str, us: float, nbytes: int, read: float
+) -> dict[str, Any]:
+    row = dict(zip(("B", "HQ", "H", "T"), shape, strict=True))
+    row |= {"dtype": str(dtype)[6:], "provider": name, "us": round(us, 1)}
+    return row | {"GB/s": round(nbytes / us / 1e3), "of read": round(nbytes / us * 1e6 / read, 3)}
+
+
 def measure(shape: tuple[int, int, int, int], read: float, dtype: torch.dtype, args: argparse.Namespace) -> Any:
     B, HQ, H, T = shape
     limit = 2e-3 if dtype == torch.float16 else 5e-3
@@ -120,9 +128,7 @@ def measure(shape: tuple[int, int, int, int], read: float, dtype: torch.dtype, a
     dense = min(us for name, (us, _) in result.items() if name.startswith("fp16"))
     rows_out = []
     for name, (us, nbytes) in result.items():
-        row = {"B": B, "HQ": HQ, "H": H, "T": T, "dtype": str(dtype)[6:], "provider": name, "us": round(us, 1)}
-        row |= {"GB/s": round(nbytes / us / 1e3), "of read": round(nbytes / us * 1e6 / read, 3)}
-        rows_out.append(row | {"fp16 / this": round(dense / us, 2)})
+        rows_out.append(table_row(shape, dtype, name, us, nbytes, read) | {"fp16 / this": round(dense / us, 2)})
         print("  ".join(f"{value}" for value in rows_out[-1].values()), flush=True)
     return rows_out
 
@@ -144,10 +150,8 @@ def ragged(read: float, dtype: torch.dtype, args: argparse.Namespace) -> Any:
                 expected = exact(q[b : b + 1], *represented(storage.rows(slice(b, b + 1)), 1), D**-0.5)
                 gate(f"{preset} {backend} row {b}", relative_error(out[b : b + 1], expected), 5e-3)
             us = graph_us([lambda s=storage, b=backend: attend(q, s, backend=b)])
-            row = {"B": B, "HQ": HQ, "H": H, "T": int(lengths.sum()), "dtype": str(dtype)[6:]}
-            row |= {"provider": f"{preset} {backend}, ragged", "us": round(us, 1)}
-            row |= {"GB/s": round(storage.used_nbytes / us / 1e3)}
-            rows.append(row | {"of read": round(storage.used_nbytes / us * 1e6 / read, 3)})
+            shape, name = (B, HQ, H, int(lengths.sum())), f"{preset} {backend}, ragged"
+            rows.append(table_row(shape, dtype, name, us, storage.used_nbytes, read))
             print("  ".join(f"{value}" for value in rows[-1].values()), flush=True)
     return rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import copy_bandwidth, graph_us, write_csv
+from timing import copy_bandwidth, graph_us, pyplot, write_csv
 
 from kivi_kv import KiviConfig
 from kivi_kv.format import PageLayout, to_pages
@@ -21,11 +21,7 @@ SHAPE = (8, 8, 32768, 128)
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Shares of the copy's bandwidth, one bar for each row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     names = [f"{r['of']} {r['dtype']}, {r['bits']} bits, groups of {r['group']}" for r in rows]
     figure, axis = plt.subplots(figsize=(6.4, 3.6))
     axis.barh(names, [float(r["of copy"]) for r in rows], color=["C0" if r["of"] == "K" else "C1" for r in rows])

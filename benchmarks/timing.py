@@ -86,13 +86,19 @@ def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
             writer.writerows(rows)
 
 
-def plot_lengths(panels: dict[str, dict[str, list[tuple[int, float]]]], file: Path, unit: str) -> None:
-    """Time over tokens, logarithmic: one panel for each title, one line for each name, of (tokens, time)."""
+def pyplot() -> Any:
+    """matplotlib's, without a display; imported by those that draw."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot_lengths(panels: dict[str, dict[str, list[tuple[int, float]]]], file: Path, unit: str) -> None:
+    """Time over tokens, logarithmic: one panel for each title, one line for each name, of (tokens, time)."""
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 4), squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
         for name, points in lines.items():

@@ -54,3 +54,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def poisoned_memory():
+    """What the kernels allocate next holds NaN: in torch's large pool, and in its small one."""
+    if torch.cuda.is_available():
+        blocks = [torch.full((n,), torch.nan, device="cuda") for n in (2**28, *[2**17] * 64, *[2**10] * 64)]
+        del blocks

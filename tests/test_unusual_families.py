@@ -8,14 +8,14 @@ import torch
 from transformers import DeepseekV3Config, FalconConfig, GPTNeoXConfig, PreTrainedConfig, Qwen3NextConfig
 
 from kivi_kv import KiviConfig, KiviWarning, cache_for
-from tiny_models import _config, generate, prompt, random_model
+from tiny_models import generate, prompt, random_model, tiny_config
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gpt_neox": lambda: _config(GPTNeoXConfig),
-    "falcon, one kv head": lambda: _config(FalconConfig, new_decoder_architecture=False, multi_query=True),
-    "falcon": lambda: _config(FalconConfig, new_decoder_architecture=True, num_kv_heads=2),
-    "deepseek_v3": lambda: _config(
+    "gpt_neox": lambda: tiny_config(GPTNeoXConfig),
+    "falcon, one kv head": lambda: tiny_config(FalconConfig, new_decoder_architecture=False, multi_query=True),
+    "falcon": lambda: tiny_config(FalconConfig, new_decoder_architecture=True, num_kv_heads=2),
+    "deepseek_v3": lambda: tiny_config(
         DeepseekV3Config,
         n_routed_experts=4,
         n_group=1,
@@ -28,7 +28,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         first_k_dense_replace=1,
         **EXPERTS,
     ),
-    "qwen3_next": lambda: _config(
+    "qwen3_next": lambda: tiny_config(
         Qwen3NextConfig,
         layers=4,  # three of linear attention, one full
         head_dim=32,

@@ -50,18 +50,18 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _config(kind: type[PreTrainedConfig], layers: int = 2, **fields: Any) -> PreTrainedConfig:
+def tiny_config(kind: type[PreTrainedConfig], layers: int = 2, **fields: Any) -> PreTrainedConfig:
     return kind(**(_COMMON | {"num_hidden_layers": layers} | fields))
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: _config(LlamaConfig),
-    "qwen2": lambda: _config(Qwen2Config, use_sliding_window=False),
-    "qwen3": lambda: _config(Qwen3Config, head_dim=48, use_sliding_window=False),
-    "mistral": lambda: _config(MistralConfig, sliding_window=None),
-    "mistral_sliding": lambda: _config(MistralConfig, sliding_window=WINDOW),
-    "phi3": lambda: _config(Phi3Config),
-    "gemma3": lambda: _config(
+    "llama": lambda: tiny_config(LlamaConfig),
+    "qwen2": lambda: tiny_config(Qwen2Config, use_sliding_window=False),
+    "qwen3": lambda: tiny_config(Qwen3Config, head_dim=48, use_sliding_window=False),
+    "mistral": lambda: tiny_config(MistralConfig, sliding_window=None),
+    "mistral_sliding": lambda: tiny_config(MistralConfig, sliding_window=WINDOW),
+    "phi3": lambda: tiny_config(Phi3Config),
+    "gemma3": lambda: tiny_config(
         Gemma3TextConfig,
         layers=4,
         head_dim=32,
@@ -69,7 +69,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         query_pre_attn_scalar=20,  # a scale that is not head_dim ** -0.5
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
-    "gpt_oss": lambda: _config(
+    "gpt_oss": lambda: tiny_config(
         GptOssConfig,
         layers=4,
         head_dim=32,
@@ -79,16 +79,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
-    "qwen3_moe": lambda: _config(
+    "qwen3_moe": lambda: tiny_config(
         Qwen3MoeConfig, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     ),
-    "mixtral": lambda: _config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "olmo2": lambda: _config(Olmo2Config),
-    "smollm3": lambda: _config(SmolLM3Config, no_rope_layers=[1, 0], use_sliding_window=False),
-    "cohere2": lambda: _config(
+    "mixtral": lambda: tiny_config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "olmo2": lambda: tiny_config(Olmo2Config),
+    "smollm3": lambda: tiny_config(SmolLM3Config, no_rope_layers=[1, 0], use_sliding_window=False),
+    "cohere2": lambda: tiny_config(
         Cohere2Config, layers=4, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "gemma2": lambda: _config(  # bounds its logits
+    "gemma2": lambda: tiny_config(  # bounds its logits
         Gemma2Config,
         layers=4,
         head_dim=32,
