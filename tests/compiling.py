@@ -154,6 +154,7 @@ def launches_for(arch: str, what: str) -> list:
     few = None if arch in REPORTED else 2
     if what == "gluon":
         gluon._device = lambda device, layout, tiles: (1056, int(arch.removeprefix("sm_")) >= 90)
+        gluon.prefer_shared_memory = lambda kernel: None
         return [(variant, *x) for variant in GLUON[:few] for x in launches_of_attend(*variant, gluon.attend_gluon)]
     launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]
     launches += [(variant, *x) for variant in WRITE[:few] for x in launches_of_write(*variant)]

@@ -11,7 +11,7 @@ from ...config import PAGE
 from ...format import PageLayout
 from .numbers import inverse_power
 
-_K_WARPS, _V_WARPS = 2, 4
+_K_WARPS = 2
 _CHANNELS = 64  # of a program's tile of 128 tokens, or one V group where that is more
 
 
@@ -252,7 +252,8 @@ def write_v_pages(v: Tensor, pool: Tensor, slots: Tensor, layout: PageLayout) ->
     """Quantize values [B, H, P * 128, D] into their part of pages, as write_k_pages does keys."""
     block, group = v_blocks(layout)
     constants = {"G": group, "GROUPS": layout.v_groups, "CODE_AT": sum(layout.sizes[:3])}
-    _launch(_v_pages_kernel, v, pool, slots, layout, layout.v_bits, block, _V_WARPS, constants)
+    warps = 4 if block <= 64 else 8  # 64 values a lane
+    _launch(_v_pages_kernel, v, pool, slots, layout, layout.v_bits, block, warps, constants)
 
 
 def _launch(

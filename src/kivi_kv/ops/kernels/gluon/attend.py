@@ -11,6 +11,7 @@ from ....config import PAGE
 from ....format import PageLayout
 from ....storage import KVStorage
 from ..occupancy import resident_warps
+from .carveout import prefer_shared_memory
 from .combine import combine_kernel
 from .decode import decode_kernel
 
@@ -82,13 +83,14 @@ def attend_gluon(
         "GQ": GQ, "D": D, "S": config.sink_length, "ROWS": max(32, triton.next_power_of_2(B)),
         "PAGE_COST": layout.words // unit, "DENSE_COST": 16 * D // unit, "HAS_NEW": int(has_new), "PDL": pdl,
     }  # fmt: skip
-    decode_kernel[(programs, column_tiles)](
+    kernel = decode_kernel[(programs, column_tiles)](
         q, storage.pool, storage.table, storage.packed, storage.lengths, storage.dense_k, storage.dense_v,
         new_k, new_v, part, part_lse, scale * _LOG2E, *q.stride()[:3], storage.table.stride(0),
         *storage.dense_k.stride()[:2], *new_k.stride()[:3], *new_v.stride()[:3], B, H, M,
         TILES=TILES, G=layout.group_size, K_BITS=layout.k_bits, V_BITS=layout.v_bits, RING=config.ring_length,
         **share, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
+    prefer_shared_memory(kernel)
     # partial results of a row, about: few are read at once, many in turns by more programs
     DB, BLOCK, warps = (D, 8, 1) if programs <= 8 * rows else (32, 64, 2) if programs <= 64 * rows else (32, 256, 8)
     combine_kernel[(columns, rows, D // DB)](

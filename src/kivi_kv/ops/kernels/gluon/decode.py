@@ -284,8 +284,8 @@ def decode_kernel(
             else:
                 names.commit_group()
 
-        copy_rows(k_codes, k_rows, packed_b, dense, tokens_b, S, RING, D)
-        copy_rows(v_codes, v_rows, packed_b, dense, tokens_b, S, RING, D)
+        copy_rows(k_codes, k_rows, packed_b, dense, dense_stop, S, RING, D)
+        copy_rows(v_codes, v_rows, packed_b, dense, dense_stop, S, RING, D)
         for i in range(dense, dense_stop, 16):
             names.wait_group(1)
             names.barrier()
@@ -293,13 +293,13 @@ def decode_kernel(
             limits = (tokens_b,) if TILES == 1 else (tokens_b, tokens_b)
             x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
             names.barrier()
-            copy_rows(k_codes, k_rows, packed_b, i + 16, tokens_b, S, RING, D)
+            copy_rows(k_codes, k_rows, packed_b, i + 16, dense_stop, S, RING, D)
             m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
             names.wait_group(1)
             names.barrier()
             acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
             names.barrier()
-            copy_rows(v_codes, v_rows, packed_b, i + 16, tokens_b, S, RING, D)
+            copy_rows(v_codes, v_rows, packed_b, i + 16, dense_stop, S, RING, D)
         names.wait_group(0)
         names.barrier()
 

@@ -32,11 +32,11 @@ def _copy(codes, source, offset, stored, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(codes, source, packed, n, tokens, S: gl.constexpr, RING: gl.constexpr, D: gl.constexpr):
-    """Tokens n .. n + 15 of `tokens` stored in full precision: sinks, then the ring, oldest first."""
+def copy_rows(codes, source, packed, n, stop, S: gl.constexpr, RING: gl.constexpr, D: gl.constexpr):
+    """Tokens n .. n + 15 of those stored in full precision, up to `stop`: sinks, then the ring, oldest first."""
     token = n + gl.arange(0, 16, layout=gl.SliceLayout(1, _pieces(D)))
     row = gl.where(token < S, token, S + (token + packed * 128 - S) % RING)
-    _copy(codes, source, row * D, token < tokens, D)
+    _copy(codes, source, row * D, token < stop, D)
 
 
 @gluon.jit
