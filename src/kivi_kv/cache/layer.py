@@ -11,7 +11,7 @@ from ..config import PAGE, KiviConfig
 from ..ops import append_token, attend, choose, dense_attention, forced, gluon_or_triton, write_pages
 from ..ops.checks import check_kv
 from ..storage import KVStorage
-from . import edits, read, slots
+from . import compiled, edits, read, slots
 from .checks import check_query, check_tokens
 
 DenseAttention = Callable[..., Tensor]  # (q, k, v, **options)
@@ -62,6 +62,8 @@ class LayerCache:
         self.attend_calls: Counter[str] = Counter()
         self._known: list[tuple[int, int]] | None = [(0, 0)] * batch  # what `_states` need not ask the device
         self._prepared = False
+        self._decoded_by: str | None = None  # what attended in `decode` since `prepare`
+        self._longest = 0  # tokens of the longest row, before that or when last asked
         on_cpu = device.type == "cpu"
         self.checked = on_cpu if config.checked is None else config.checked
 
@@ -147,7 +149,7 @@ class LayerCache:
             raise ValueError("max_tokens: expected a number, for storage that does not grow, got None")
         for part, _, packed in self._uniform(slice(0, self.storage.batch)):
             self._slots(part, packed, self.config.pages(self.max_tokens))
-        self._prepared = True
+        self._longest, self._decoded_by, self._prepared = max(self.lengths), None, True
 
     def decode(
         self,
@@ -170,10 +172,10 @@ class LayerCache:
             raise ValueError(f"k: expected one token a row, got {k.shape[2]}")
         check_tokens(self.storage, k, v, None, checked=False)
         check_query(self.storage, q, 1, sink_logits)
-        self._known = None  # replays of a graph do not pass here
-        append_token(k, v, self.storage, self.backends["quantize"])
-        options = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-        return self._attend(q, self.storage, None, None, options)
+        by = self._attends(q, scale, softcap)
+        self._known, self._decoded_by = None, by  # replays of a graph do not pass here
+        backends = self.backends["quantize"], by
+        return compiled.decode(q, k, v, self.storage, *backends, scale, softcap, sink_logits)
 
     def crop(self, lengths: int | list[int]) -> None:
         """Keep the first tokens of each row only. A page that is cut returns to full precision."""
@@ -212,12 +214,17 @@ class LayerCache:
         self, q: Tensor, view: KVStorage, k: Tensor | None, v: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """Over packed pages, by what attends such queries; counted."""
-        name = self.backends["attend"]
-        if name == "gluon":
-            columns = q.shape[1] // view.heads * q.shape[2]
-            name = gluon_or_triton(view.layout, False, columns, options["softcap"], scale=options["scale"])
+        name = self._attends(q, options["scale"], options["softcap"])
         self.attend_calls[name] += 1
         return attend(q, view, k, v, **options, backend=name)
+
+    def _attends(self, q: Tensor, scale: float | None, softcap: float | None) -> str:
+        """The backend that attends such queries."""
+        name = self.backends["attend"]
+        if name != "gluon":
+            return name
+        columns = q.shape[1] // self.storage.heads * q.shape[2]
+        return gluon_or_triton(self.storage.layout, False, columns, softcap, scale=scale)
 
     def _make_room(self, rows: slice) -> None:
         """Pack as decoding one more token would: all queries of a chunk see that state."""
@@ -288,8 +295,8 @@ class LayerCache:
         s, S = self.storage, self.config.sink_length
         for first, last in self._runs(packed, pages, length):
             start, stop = S + first * PAGE, S + last * PAGE
-            k = self._tokens(s.dense_k[rows], start, stop, length, new_k)
-            v = self._tokens(s.dense_v[rows], start, stop, length, new_v)
+            k = read.tokens(s, s.dense_k[rows], start, stop, length, new_k)
+            v = read.tokens(s, s.dense_v[rows], start, stop, length, new_v)
             write_pages(k, v, s.pool, slot[:, first - packed : last - packed], s.layout, self.backends["quantize"])
         s.packed[rows] = pages
         self._count(rows, length, pages)
@@ -305,19 +312,14 @@ class LayerCache:
             if first < last:
                 yield first, last
 
-    def _tokens(self, dense: Tensor, start: int, stop: int, length: int, new: Tensor | None) -> Tensor:
-        """Tokens start .. stop - 1, from the ring up to `length` and from `new` behind it, [B, H, T, D]."""
-        parts = []
-        if start < length:
-            parts.append(dense[:, :, self.storage.dense_index(start, min(stop, length))])
-        if new is not None and stop > length:
-            parts.append(new[:, :, max(start, length) - length : stop - length])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
     def _states(self) -> list[tuple[int, int]]:
         """(length, packed) of each row: known here, or asked of the device where only that knows."""
         if self._known is None:
             self._known = list(zip(self.storage.lengths.tolist(), self.storage.packed.tolist(), strict=True))
+            longest = max(length for length, _ in self._known)
+            if self._decoded_by is not None:
+                self.attend_calls[self._decoded_by] += longest - self._longest
+            self._longest = longest
         return self._known
 
     def _count(self, rows: slice, length: int, packed: int) -> None:
@@ -326,7 +328,9 @@ class LayerCache:
         self._prepared = False
 
     def _forget(self) -> None:
-        self._known, self._prepared = None, False
+        if self._decoded_by is not None:
+            self._states()  # counts the steps
+        self._known, self._decoded_by, self._prepared = None, None, False
 
     def _uniform(self, rows: slice) -> Iterator[tuple[slice, int, int]]:
         """Runs of neighbouring rows with the same length and pages: (rows, length, packed)."""

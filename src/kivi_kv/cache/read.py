@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from ..config import PAGE
@@ -24,3 +25,13 @@ def dequantize(storage: KVStorage, tokens: int, parts: Iterable[tuple[slice, int
             pages = s.pool[s.table[rows, :packed]]
             k[rows, :, S:start], v[rows, :, S:start] = decode_pages(pages, s.layout, k.dtype)
     return k, v
+
+
+def tokens(storage: KVStorage, dense: Tensor, start: int, stop: int, length: int, new: Tensor | None) -> Tensor:
+    """Tokens start .. stop - 1 of rows that hold `length`: from their ring `dense`, behind it from `new`."""
+    parts = []
+    if start < length:
+        parts.append(dense[:, :, storage.dense_index(start, min(stop, length))])
+    if new is not None and stop > length:
+        parts.append(new[:, :, max(start, length) - length : stop - length])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

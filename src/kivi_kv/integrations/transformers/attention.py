@@ -36,6 +36,8 @@ def kivi_mask(
     Sliding windows, other patterns and caches with free rows at their end get sdpa's 4D mask.
     """
     plain = mask_function is causal_mask_function
+    if plain and attention_mask is not None and q_length == kv_length == 1 < attention_mask.shape[1]:
+        return None  # a layer that counts on the device, where no padding is stored: see KiviLayer.prepare
     newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     if not (plain and newest):
         # None must mean "causal, the queries being the newest tokens" to kivi_attention; sdpa_mask means more by it

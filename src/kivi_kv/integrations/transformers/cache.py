@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -39,6 +40,9 @@ class KiviCache(DynamicCache):
         self.config = KiviConfig.of(config)
         self.max_tokens = max_tokens
         self.native: dict[int, str] = {}  # layers that keep their own storage, and why
+        self.compileable = False  # whether generate() may compile the model: cache_for knows
+        self.decode_on_device: bool | None = None  # count tokens there in steps of one token; None: on a GPU
+        self._room = 0  # steps that certainly fit, on the device
         super().__init__(config=model_config)
         self.counts: Counter[str] = Counter()
         if not self.layers:  # a config that names no layers: they come with the first updates
@@ -61,6 +65,57 @@ class KiviCache(DynamicCache):
     @property
     def packed_layers(self) -> list[KiviLayer]:
         return [layer for layer in self.layers if isinstance(layer, KiviLayer)]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() compiles the model's steps, and captures them in a CUDA graph."""
+        return self.compileable
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """What transformers asks before every call of the model: how many tokens come is known here first."""
+        if not torch.compiler.is_compiling():
+            if query_length > 1:
+                self.finish()
+            elif self._decodes_on_device():
+                self._take_room()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0 if self.packed_layers and self.packed_layers[0].on_device else super().get_query_offset(layer_idx)
+
+    def prepare(self) -> None:
+        """From here to `finish`, steps of one token need nothing of the host: see KiviLayer.prepare."""
+        for layer in self.packed_layers:
+            layer.prepare()
+        self._room = self.get_max_length() - max(self.packed_layers[0]._ready().lengths)
+
+    def finish(self) -> None:
+        """Know again how many tokens each layer holds."""
+        for layer in self.packed_layers:
+            layer.finish()
+
+    def _decodes_on_device(self) -> bool:
+        """Whether the next token is counted on the device; from the first one on it is."""
+        layers = self.packed_layers
+        if layers and layers[0].on_device:
+            return True
+        first = layers[0].cache if layers else None
+        if first is None or self.max_tokens is None or self.native or layers[0].edited:
+            return False
+        by_device = first.storage.pool.is_cuda if self.decode_on_device is None else self.decode_on_device
+        if not by_device or self.counts["materializations"] or self.counts["unattended"]:
+            return False
+        self.prepare()
+        return True
+
+    def _take_room(self) -> None:
+        """Refuse a token that finds no room. Called once or twice a step; asks the device when it may matter."""
+        self._room -= 1
+        if self._room < 0:
+            longest, most = max(self.packed_layers[0]._ready().lengths), self.get_max_length()
+            if longest >= most:
+                raise ValueError(f"max_tokens: the cache holds {most} tokens a row, got {longest + 1}")
+            self._room = most - longest - 1
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +144,8 @@ class KiviCache(DynamicCache):
         attention. The last two should be 0.
         """
         caches = [layer.cache for layer in self.packed_layers if layer.cache]
-        pages = sum(caches[0].packed) if caches else 0
+        packed = [sum(cache.packed) for cache in caches]  # of all, since a layer knows its calls once it is asked
+        pages = packed[0] if caches else 0
         return {
             "backends": dict(caches[0].backends) if caches else None,
             "attend_calls": dict(sum((cache.attend_calls for cache in caches), Counter())),
@@ -137,6 +193,9 @@ def cache_for(
     if cache.layers and not cache.packed_layers:
         reasons = ", ".join(f"{reason} ({n})" for reason, n in Counter(cache.native.values()).items())
         warnings.warn(f"{name}: no layer can be packed: {reasons}", KiviWarning, stacklevel=2)
+    # models with another mask than a causal one, or attention code of their own, need the host at every step
+    text_only = model.config.get_text_config(decoder=True) is model.config
+    cache.compileable = max_tokens is not None and not cache.native and text_only and model.is_backend_compatible()
     register()
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)

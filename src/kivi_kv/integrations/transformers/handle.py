@@ -17,11 +17,11 @@ class KVHandle:
     (index it, call its methods, pass it to a torch function); the layer warns and counts that.
     """
 
-    def __init__(self, layer: "KiviLayer", which: int, like: Tensor) -> None:
+    def __init__(self, layer: "KiviLayer", which: int, like: Tensor, tokens: int) -> None:
         self.layer = layer
         self.which = which  # 0 for K, 1 for V
         B, H, _, D = like.shape
-        self.shape = torch.Size((B, H, layer.get_seq_length(), D))
+        self.shape = torch.Size((B, H, tokens, D))
         self.dtype, self.device = like.dtype, like.device
 
     @property

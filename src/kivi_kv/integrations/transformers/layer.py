@@ -48,7 +48,9 @@ class KiviLayer(CacheLayerMixin):
         self.seen = 0
         self.mask: Tensor | None = None  # [B, seen] bool: which seen tokens are stored; None for all
         self.counts: Counter[str] = Counter() if counts is None else counts  # shared by a cache's layers
-        self.prepared: int | None = None  # tokens when `prepare` was called, until `finish`
+        self.on_device = False  # between `prepare` and `finish`, when only the device counts tokens
+        self.longest = 0  # tokens of the longest row when `prepare` was called
+        self.edited = False  # rows were moved or cut since the last reset, as beam search and drafts do
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape != value_states.shape:
@@ -66,11 +68,15 @@ class KiviLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[KVHandle, KVHandle]:
         """Stage tokens [B, H, M, D]; return handles for the attention call."""
+        if self.on_device and key_states.shape[2] == 1:  # nothing here may depend on how many tokens there are
+            self.staged, tokens = (key_states, value_states), self.get_max_length()
+            return KVHandle(self, 0, key_states, tokens), KVHandle(self, 1, value_states, tokens)
         self._settle()
         if self.cache is None or not (self.seen or self.cache.fits(key_states)):
             self.lazy_initialization(key_states, value_states)  # also after reset(), when another batch comes
         self.staged = (key_states, value_states)
-        return KVHandle(self, 0, key_states), KVHandle(self, 1, value_states)
+        tokens = self.get_seq_length()
+        return KVHandle(self, 0, key_states, tokens), KVHandle(self, 1, value_states, tokens)
 
     def attend(
         self, q: Tensor, mask: Tensor | None, dense: DenseAttention = dense_attention, **options: Any
@@ -84,7 +90,7 @@ class KiviLayer(CacheLayerMixin):
             raise RuntimeError("attend: expected tokens staged by update, got none")
         k, v = self.staged
         self.staged = None  # what is refused below is not stored later either
-        if self.prepared is not None:
+        if self.on_device:
             return cache.decode(q, k, v, **options)
         total = self.seen + k.shape[2]
         valid = self._valid(None if mask is None else mask[:, :total])
@@ -97,19 +103,22 @@ class KiviLayer(CacheLayerMixin):
         self._settle()
         cache = self._ready()
         cache.prepare()
-        self.prepared = max(cache.lengths)
+        for x in cache.storage.tensors().values():
+            torch._dynamo.mark_static_address(x)  # a graph of the whole model may write into it
+        self.longest, self.on_device = max(cache.lengths), True
 
     def finish(self) -> None:
         """Count what was stored since `prepare`, in rows that all took as many tokens."""
-        if self.prepared is not None:
-            self.staged = None
-            tokens = max(self._ready().lengths) - self.prepared
-            self.prepared = None
-            self._advance(tokens, None)
+        if self.on_device:
+            self.staged, self.on_device = None, False
+            self._advance(max(self._ready().lengths) - self.longest, None)
 
     def materialize(self, why: str = NOT_OURS) -> tuple[Tensor, Tensor]:
         """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted. Warns why, once."""
         self._count("materializations", why)
+        staged = self.staged
+        self.finish()
+        self.staged = staged
         if self.staged is not None:
             self._ready().make_room()
         return self._dense()
@@ -134,9 +143,13 @@ class KiviLayer(CacheLayerMixin):
         self._advance(k.shape[2], valid)
 
     def get_seq_length(self) -> int:
+        if self.on_device:
+            return self.seen + max(self._ready().lengths) - self.longest
         return self.seen + (self.staged[0].shape[2] if self.staged else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.on_device:
+            return query_length, 0  # less than any mask has: what kivi_mask then knows
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -150,6 +163,7 @@ class KiviLayer(CacheLayerMixin):
         self._settle()
         if self.cache is None or tokens_to_remove == 0:
             return
+        self.edited = True
         self.seen = max(0, self.seen + tokens_to_remove)
         if self.mask is None:
             self.cache.crop(self.seen)
@@ -171,6 +185,7 @@ class KiviLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.staged, self.mask, self.seen = None, None, 0
+        self.on_device = self.edited = False
         if self.cache is not None:
             self.cache.reset()
 
@@ -181,6 +196,7 @@ class KiviLayer(CacheLayerMixin):
         self._settle()
         if self.cache is None:
             return
+        self.edited = True
         self.cache.select(indices)
         if self.mask is not None:
             self.mask = _or_none(self.mask[indices.to(self.mask.device)])
@@ -215,7 +231,8 @@ class KiviLayer(CacheLayerMixin):
         self.seen += tokens
 
     def _settle(self) -> None:
-        """Store staged tokens that our attention never saw, padding and all."""
+        """Count what the device counted; store staged tokens that our attention never saw, padding and all."""
+        self.finish()
         if self.staged is None:
             return
         k, v = self.staged
