@@ -74,12 +74,11 @@ def dense_attention(B: int, T: int) -> Callable[[Tensor, Tensor, Tensor, int], T
     position = torch.tensor([T - 1], device="cuda")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        k_cache[layer].index_copy_(2, position, k)
-        v_cache[layer].index_copy_(2, position, v)
+        k_all, v_all = k_cache[layer], v_cache[layer]
+        k_all.index_copy_(2, position, k)
+        v_all.index_copy_(2, position, v)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k_cache[layer], v_cache[layer], enable_gqa=True
-            )
+            return scaled_dot_product_attention(q, k_all, v_all, enable_gqa=True)
 
     return attend
 
