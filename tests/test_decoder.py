@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from transformers.generation.configuration_utils import CompileConfig
 
 from kivi_kv import KiviConfig, cache_for
 from kivi_kv.integrations.transformers import GraphDecoder, cache_argument
 from tiny_models import generate, left_padded, make_model, prompt
 
 CONFIG = KiviConfig(4, 4, 32, residual_length=32, sink_length=3)
+_COMPILE = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+_COMPILE._compile_all_devices = True
+COMPILED = {"compile_config": _COMPILE}
 PACKED = ("llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_moe", "mixtral", "olmo2", "smollm3")
 
 
@@ -77,6 +81,63 @@ def test_refusals():
     assert cache.get_seq_length() == 40
 
 
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("lengths", [[20], [150, 31, 90]], ids=str)
+def test_generate_counts_on_the_device(family, lengths):
+    """As it does on a GPU with storage of a fixed size: the tokens are the same, and so is the cache."""
+    model, inputs = make_model(family), left_padded(lengths)
+    usual, other = (cache_for(model, CONFIG, max_tokens=500) for _ in range(2))
+    other.decode_on_device = True
+    expected, actual = (generate(model, inputs, c, max_new_tokens=140) for c in (usual, other))
+    assert other.packed_layers[0].on_device
+    assert torch.equal(actual, expected)
+    assert usual.get_seq_length() == other.get_seq_length() == max(lengths) + 139
+    more = torch.cat([expected, prompt(50, batch=len(lengths))], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), 190, dtype=torch.long)], dim=1)
+    ids = {"input_ids": more, "attention_mask": mask}
+    assert torch.equal(*(generate(model, ids, c, max_new_tokens=5) for c in (usual, other)))
+    for a, b in zip(usual.packed_layers, other.packed_layers, strict=True):
+        b.finish()
+        assert (a.seen, a.cache.lengths, a.cache.packed) == (b.seen, b.cache.lengths, b.cache.packed)
+        assert torch.equal(a.mask, b.mask) if a.mask is not None else b.mask is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_max_tokens_is_refused_on_the_device_too(compiled):
+    model = make_model("llama")
+    cache = cache_for(model, CONFIG, max_tokens=60)
+    cache.decode_on_device = True
+    with pytest.raises(ValueError, match=r"^max_tokens: the cache holds 60 tokens a row, got 61$"):
+        generate(model, prompt(40), cache, max_new_tokens=22, **(COMPILED if compiled else {}))
+    assert cache.get_seq_length() == 60
+
+
+def test_a_step_is_one_graph_whatever_the_length():
+    """generate() compiles it once for caches of one size, without a break, whoever made them."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model, inputs = make_model("llama"), left_padded([150, 31, 90])
+    expected = generate(model, inputs, cache_for(model, CONFIG, max_tokens=500), max_new_tokens=60)
+    for _ in range(2):
+        cache = cache_for(model, CONFIG, max_tokens=500)
+        cache.decode_on_device = True
+        assert torch.equal(generate(model, inputs, cache, max_new_tokens=60, **COMPILED), expected)
+        assert cache.stats()["attend_calls"] == {"reference": 59 * 2}
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_what_moves_or_cuts_rows_does_without(recwarn):
+    """Beam search and drafts change rows at every step: preparing each anew would cost more than it brings."""
+    model, draft = make_model("llama"), make_model("llama", seed=7)
+    for options in ({"num_beams": 3}, {"assistant_model": draft}, {"prompt_lookup_num_tokens": 4}):
+        usual, other = (cache_for(model, CONFIG, max_tokens=500) for _ in range(2))
+        other.decode_on_device = True
+        tokens = [generate(model, prompt(200), c, **options) for c in (usual, other)]
+        assert torch.equal(*tokens), options
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_captured_step_gives_the_same_tokens(family):
@@ -84,4 +145,21 @@ def test_a_captured_step_gives_the_same_tokens(family):
     inputs = {name: x.cuda() for name, x in left_padded([200, 40]).items()}
     usual, other = (cache_for(model, CONFIG, max_tokens=600) for _ in range(2))
     expected = generate(model, inputs, usual, max_new_tokens=200)[:, 200:]
-    assert torch.equal(decoded(model, inputs, 200, other), expected)
+    assert torch.equal(decoded(model, inputs, 200, other).cpu(), expected)
+    decoder = GraphDecoder(model, other)
+    tokens = decoder.generate(expected[:, -1].cuda(), 20)
+    graph = decoder.graph
+    decoder.generate(tokens[:, -1], 20)
+    assert decoder.graph is graph is not None, "storage has not moved"
+
+
+@pytest.mark.gpu
+def test_a_compiled_and_captured_step_gives_the_same_tokens():
+    model = make_model("llama").half().cuda()
+    inputs = {name: x.cuda() for name, x in left_padded([200, 40]).items()}
+    plain, other = (cache_for(model, CONFIG, max_tokens=600) for _ in range(2))
+    expected = decoded(model, inputs, 100, plain)
+    with torch.no_grad():
+        model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0), **cache_argument(other))
+    actual = GraphDecoder(model, other, compile=True).generate(expected[:, 0], 99)
+    assert (actual[:, :30] == expected[:, 1:31]).float().mean() > 0.9  # rounding decides some tokens

@@ -41,7 +41,7 @@ SINKS = KiviConfig(k_bits=4, v_bits=8, group_size=64, residual_length=17, sink_l
 
 def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     with torch.no_grad():
-        model(ids, **cache_argument(cache), use_cache=True)
+        model(ids.to(model.device), **cache_argument(cache), use_cache=True)
 
 
 def plain(length: int, **options: Any) -> Mode:
@@ -65,19 +65,19 @@ def padded(lengths: list[int], **options: Any) -> Mode:
     return generate_padded
 
 
-def assistant(family: str, seed: int) -> PreTrainedModel:
-    model = make_model(family, seed)
+def assistant(family: str, seed: int, like: PreTrainedModel) -> PreTrainedModel:
+    model = make_model(family, seed).to(device=like.device, dtype=like.dtype)
     model.generation_config.num_assistant_tokens = 6
     model.generation_config.assistant_confidence_threshold = 0.0  # always draft that many
     return model
 
 
 def assisted_by_another(model: PreTrainedModel, family: str, make: MakeCache) -> Tensor:
-    return generate(model, prompt(150), make([0]), assistant_model=assistant("llama", seed=7))
+    return generate(model, prompt(150), make([0]), assistant_model=assistant("llama", 7, model))
 
 
 def assisted_by_itself(model: PreTrainedModel, family: str, make: MakeCache) -> Tensor:
-    return generate(model, prompt(150), make([0]), assistant_model=assistant(family, seed=0))
+    return generate(model, prompt(150), make([0]), assistant_model=assistant(family, 0, model))
 
 
 def multi_turn(model: PreTrainedModel, family: str, make: MakeCache) -> Tensor:
@@ -118,7 +118,7 @@ def prefix_cropped(model: PreTrainedModel, family: str, make: MakeCache) -> Tens
 
 
 def inputs_embeds(model: PreTrainedModel, family: str, make: MakeCache) -> Tensor:
-    embeds = model.get_input_embeddings()(prompt(150)).detach()
+    embeds = model.get_input_embeddings()(prompt(150).to(model.device)).detach()
     mask = torch.ones(1, 150, dtype=torch.long)
     return generate(model, {"inputs_embeds": embeds, "attention_mask": mask}, make([0]))
 

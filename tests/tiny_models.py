@@ -160,11 +160,15 @@ def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
 def generate(
     model: PreTrainedModel, inputs: dict[str, Tensor] | Tensor, cache: Cache | None = None, **options: Any
 ) -> Tensor:
-    """model.generate, greedy and of NEW tokens unless options say otherwise. inputs may be plain token ids."""
+    """model.generate, greedy and of NEW tokens unless options say otherwise. inputs may be plain token ids.
+
+    inputs go to the model's device, and the result comes from there.
+    """
     if isinstance(inputs, Tensor):
         inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
     chosen = {} if cache is None else cache_argument(cache)
-    return model.generate(**inputs, **chosen, **{"max_new_tokens": NEW, "do_sample": False} | options)
+    return model.generate(**inputs, **chosen, **{"max_new_tokens": NEW, "do_sample": False} | options).cpu()
 
 
 def cache_quietly(model: PreTrainedModel, config: KiviConfig | str) -> KiviCache:

@@ -12,6 +12,7 @@ from ...ops.dense_attention import dense_attention, newest_mask
 from .handle import KVHandle
 
 NAME = "kivi"
+NEWEST = -1  # for the first query's position: whatever it is, the queries are the newest tokens
 PATTERN = "the model's mask is more than causal and padding: its packed layers are dequantized at every step"
 
 
@@ -36,9 +37,10 @@ def kivi_mask(
     Sliding windows, other patterns and caches with free rows at their end get sdpa's 4D mask.
     """
     plain = mask_function is causal_mask_function
-    if plain and attention_mask is not None and q_length == kv_length == 1 < attention_mask.shape[1]:
-        return None  # a layer that counts on the device, where no padding is stored: see KiviLayer.prepare
-    newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
+    alone = q_offset == 0 and (attention_mask is None or attention_mask.shape[1] == 1)
+    if plain and q_length == kv_length == 1 and not alone:
+        return None  # a step that is counted on the device, where no padding is stored: see KiviLayer.prepare
+    newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset in (NEWEST, kv_length - q_length)
     if not (plain and newest):
         # None must mean "causal, the queries being the newest tokens" to kivi_attention; sdpa_mask means more by it
         kwargs["allow_is_causal_skip"] = kwargs.get("allow_is_causal_skip", True) and q_length in (1, kv_length)

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from ...config import PAGE, KiviConfig, KiviWarning
 from ...format import MIN_HEAD_DIM
 from ...ops.dispatch import BACKENDS
-from .attention import NAME, register
+from .attention import NAME, NEWEST, register
 from .layer import KiviLayer
 
 
@@ -81,7 +81,8 @@ class KiviCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0 if self.packed_layers and self.packed_layers[0].on_device else super().get_query_offset(layer_idx)
+        on_device = bool(self.packed_layers) and self.packed_layers[0].on_device
+        return NEWEST if on_device else super().get_query_offset(layer_idx)
 
     def prepare(self) -> None:
         """From here to `finish`, steps of one token need nothing of the host: see KiviLayer.prepare."""

@@ -115,6 +115,8 @@ class KiviLayer(CacheLayerMixin):
 
     def materialize(self, why: str = NOT_OURS) -> tuple[Tensor, Tensor]:
         """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted. Warns why, once."""
+        if self.on_device and self.mask is not None:  # the mask of this step was made for our attention
+            raise RuntimeError("attention: expected 'kivi' until the padded batch is done, got another one")
         self._count("materializations", why)
         staged = self.staged
         self.finish()
@@ -149,7 +151,7 @@ class KiviLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.on_device:
-            return query_length, 0  # less than any mask has: what kivi_mask then knows
+            return query_length, 0  # kivi_mask knows what to make of it
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
