@@ -144,7 +144,7 @@ def test_a_captured_step_gives_the_same_tokens(family):
     model = make_model(family).half().cuda()
     inputs = {name: x.cuda() for name, x in left_padded([200, 40]).items()}
     usual, other = (cache_for(model, CONFIG, max_tokens=600) for _ in range(2))
-    expected = generate(model, inputs, usual, max_new_tokens=200)[:, 200:]
+    expected = generate(model, inputs, usual, max_new_tokens=200, disable_compile=True)[:, 200:]
     assert torch.equal(decoded(model, inputs, 200, other).cpu(), expected)
     decoder = GraphDecoder(model, other)
     tokens = decoder.generate(expected[:, -1].cuda(), 20)

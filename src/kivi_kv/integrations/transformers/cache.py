@@ -81,8 +81,10 @@ class KiviCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        on_device = bool(self.packed_layers) and self.packed_layers[0].on_device
-        return NEWEST if on_device else super().get_query_offset(layer_idx)
+        layers = self.packed_layers
+        if len(layers) and layers[0].on_device:
+            return NEWEST
+        return super().get_query_offset(layer_idx)
 
     def prepare(self) -> None:
         """From here to `finish`, steps of one token need nothing of the host: see KiviLayer.prepare."""
@@ -201,6 +203,14 @@ def cache_for(
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     return cache
+
+
+def _compileable(model: PreTrainedModel) -> bool:
+    """Whether a step is one graph: on one device, with a causal mask and attention that is not the model's own."""
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    text_only = model.config.get_text_config(decoder=True) is model.config
+    parallel = (getattr(model, "_tp_size", None) or 1) > 1
+    return len(devices) < 2 and not parallel and text_only and model.is_backend_compatible()
 
 
 def native_nbytes(layer: object) -> int:
