@@ -162,4 +162,6 @@ def test_a_compiled_and_captured_step_gives_the_same_tokens():
     with torch.no_grad():
         model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0), **cache_argument(other))
     actual = GraphDecoder(model, other, compile=True).generate(expected[:, 0], 99)
-    assert (actual[:, :30] == expected[:, 1:31]).float().mean() > 0.9  # rounding decides some tokens
+    same = actual == expected[:, 1:]
+    assert same[:, :5].all()
+    assert same[:, :30].float().mean() > 0.5, "rounding decides a token sooner or later"

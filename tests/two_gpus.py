@@ -17,7 +17,8 @@ from tiny_models import generate, left_padded
 
 def main(folder: str, dtype: str) -> None:
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), tp_plan="auto").eval()
     cache = cache_for(model, CONFIG, max_tokens=400)
     tokens = generate(model, left_padded(PROMPTS), cache, max_new_tokens=NEW)
