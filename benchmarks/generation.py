@@ -234,7 +234,7 @@ def main() -> None:
                 add(peak(model, name, B, T))
                 if rows[-1]["peak GB"] == "does not fit":
                     break
-    for name, low, high in (("dense", 24, 40), ("kivi4", 64, 128), ("kivi2", 128, 200)):
+    for name, low, high in (("kivi2", 128, 192), ("kivi4", 64, 128), ("dense", 24, 40)):
         add(largest(model, name, 32768, low, high))
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ...config import PAGE, KiviConfig, KiviWarning
 from ...format import MIN_HEAD_DIM
-from ...ops.dispatch import BACKENDS
+from ...ops.dispatch import BACKENDS, choose
 from .attention import NAME, NEWEST, register
 from .layer import KiviLayer
 
@@ -105,7 +105,9 @@ class KiviCache(DynamicCache):
         first = layers[0].cache if layers else None
         if first is None or self.max_tokens is None or self.native or layers[0].edited:
             return False
-        by_device = first.storage.pool.is_cuda if self.decode_on_device is None else self.decode_on_device
+        kernels = "reference" not in first.backends.values()  # which waits for a GPU
+        by_device = first.storage.pool.is_cuda and kernels
+        by_device = by_device if self.decode_on_device is None else self.decode_on_device
         if not by_device or self.counts["materializations"] or self.counts["unattended"]:
             return False
         self.prepare()
@@ -205,12 +207,15 @@ def cache_for(
     return cache
 
 
-def _compileable(model: PreTrainedModel) -> bool:
-    """Whether a step is one graph: on one device, with a causal mask and attention that is not the model's own."""
-    devices = set(getattr(model, "hf_device_map", {}).values())
+def _compileable(model: PreTrainedModel, backend: str | None) -> bool:
+    """Whether a step is one graph: on one device, by kernels, with a causal mask and no attention of its own."""
+    devices = {x.device for x in model.parameters()}
     text_only = model.config.get_text_config(decoder=True) is model.config
     parallel = (getattr(model, "_tp_size", None) or 1) > 1
-    return len(devices) < 2 and not parallel and text_only and model.is_backend_compatible()
+    if len(devices) > 1 or parallel or not text_only or not model.is_backend_compatible():
+        return False
+    waits = [choose(op, model.device, model.dtype, backend) == "reference" for op in ("quantize", "attend")]
+    return model.device.type == "cpu" or not any(waits)  # the reference waits for a GPU
 
 
 def native_nbytes(layer: object) -> int:
