@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import FalconConfig
 from transformers.generation.configuration_utils import CompileConfig
 
 from kivi_kv import KiviConfig, cache_for
 from kivi_kv.integrations.transformers import GraphDecoder, cache_argument
-from tiny_models import generate, left_padded, make_model, prompt
+from tiny_models import generate, left_padded, make_model, prompt, random_model, tiny_config
 
 CONFIG = KiviConfig(4, 4, 32, residual_length=32, sink_length=3)
 _COMPILE = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
@@ -126,6 +127,18 @@ def test_a_step_is_one_graph_whatever_the_length():
         assert cache.stats()["attend_calls"] == {"reference": 59 * 2}
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_what_generate_may_compile():
+    """On a GPU generate() compiles the model for a cache that says so: one graph must be all of it."""
+    model = make_model("llama")
+    assert cache_for(model, CONFIG, max_tokens=50).is_compileable
+    assert not cache_for(model, CONFIG).is_compileable, "storage that grows moves"
+    assert not cache_for(make_model("gemma3"), CONFIG, max_tokens=50).is_compileable, "sliding layers are native"
+    model.model.layers[1].to("meta")
+    assert not cache_for(model, CONFIG, max_tokens=50).is_compileable, "layers on two devices"
+    falcon = random_model(tiny_config(FalconConfig))
+    assert not cache_for(falcon, CONFIG, max_tokens=50).is_compileable, "its attention code is its own"
 
 
 def test_what_moves_or_cuts_rows_does_without(recwarn):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kivi_kv import KiviConfig, cache_for
-from tiny_models import generate, left_padded, make_model
+from tiny_models import generate, left_padded, random_model, tiny_config
 
 two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +20,7 @@ PROMPTS, NEW = [290, 158, 40], 40
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_model("llama").save_pretrained(tmp_path)
+    random_model(tiny_config(LlamaConfig, vocab_size=100)).save_pretrained(tmp_path)  # a vocabulary of two halves
     return tmp_path
 
 
@@ -42,6 +42,7 @@ def test_layers_on_two_gpus(folder, dtype, max_tokens):
     where["model.rotary_emb"] = 0
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=where).eval()
     cache = cache_for(model, CONFIG, max_tokens)
+    assert not cache.is_compileable
     assert torch.equal(generate(model, left_padded(PROMPTS), cache, max_new_tokens=NEW), by_one(folder, dtype))
     assert [layer.cache.storage.pool.device.index for layer in cache.packed_layers] == [0, 1]
     assert cache.stats()["materializations"] == cache.stats()["unattended"] == 0

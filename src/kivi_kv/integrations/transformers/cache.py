@@ -198,9 +198,7 @@ def cache_for(
     if cache.layers and not cache.packed_layers:
         reasons = ", ".join(f"{reason} ({n})" for reason, n in Counter(cache.native.values()).items())
         warnings.warn(f"{name}: no layer can be packed: {reasons}", KiviWarning, stacklevel=2)
-    # models with another mask than a causal one, or attention code of their own, need the host at every step
-    text_only = model.config.get_text_config(decoder=True) is model.config
-    cache.compileable = max_tokens is not None and not cache.native and text_only and model.is_backend_compatible()
+    cache.compileable = max_tokens is not None and not cache.native and _compileable(model, backend)
     register()
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
