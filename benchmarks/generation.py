@@ -1,13 +1,14 @@
 """Decode steps of a whole model of the shape of Llama-3.1-8B, with random bf16 weights, on a GPU.
 
     python benchmarks/generation.py [--rows kivi2:1:32768 identity:1:32768 ...] [--out FILE.csv]
-    python benchmarks/generation.py --memory [--out FILE.csv]
+    python benchmarks/generation.py --memory | --prefill [--out FILE.csv]
 
 A row is CACHE:BATCH:TOKENS. kivi2, kivi4, ...: GraphDecoder over that preset, filled with random K and V by its own
 quantizer; identity: the same compiled model with attention replaced by the identity; dense: the same with a
 preallocated bf16 cache and cuDNN's attention; StaticCache: transformers' own, compiled, in a graph; DynamicCache:
 transformers' own, eager. Every row but the last replays one CUDA graph a step. Medians of the steps' times, and the
-slowest of 160 steps, which is where pages are packed.
+slowest of 160 steps, which is where pages are packed. Before a packed cache is timed, the logits of its compiled step
+are compared with those of the same step not compiled, attended by the portable kernel.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import write_csv
+from timing import gate, relative_error, write_csv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -122,7 +123,27 @@ def packed(model: LlamaForCausalLM, preset: str, B: int, T: int, compiled: bool 
             layer.store(torch.ones(B, k.shape[2], dtype=torch.bool, device="cuda"))
     decoder = GraphDecoder(model, cache, compile=compiled)
     decoder.generate(torch.randint(1000, (B,), device="cuda"), 3)
+    if compiled:
+        check(model, decoder, f"{preset} {B} {T}")
     return decoder
+
+
+def check(model: LlamaForCausalLM, decoder: GraphDecoder, name: str) -> None:
+    """The same step twice: by other kernels, not compiled; then as it is timed."""
+    layers = [layer.cache for layer in decoder.cache.packed_layers if layer.cache]
+    before = [(x.storage.lengths.clone(), x.storage.packed.clone()) for x in layers]
+    decoder.cache.prepare()
+    found = []
+    for call, backend in ((model, "triton"), (decoder.model, "gluon")):
+        for layer, (lengths, packed) in zip(layers, before, strict=True):
+            layer.backends["attend"] = backend
+            layer.storage.lengths.copy_(lengths)
+            layer.storage.packed.copy_(packed)
+        position = before[0][0].long()[:, None]
+        options = {"position_ids": position, "use_cache": True, **cache_argument(decoder.cache)}
+        found.append(call(input_ids=decoder.newest[:, None], **options).logits[:, -1].float())
+    decoder.cache.finish()
+    gate(name, relative_error(found[1], found[0].double()), 2e-2)  # bf16 through 32 layers
 
 
 def step_of(model: LlamaForCausalLM, B: int, T: int, forward: Callable[..., Any], cache: Any = None) -> Any:
@@ -195,6 +216,26 @@ def peak(model: LlamaForCausalLM, name: str, B: int, T: int) -> dict[str, Any]:
     return {"cache": name, "batch": B, "tokens": T, "peak GB": value}
 
 
+@torch.no_grad()
+def prefill(model: LlamaForCausalLM, name: str, T: int, chunk: int) -> dict[str, Any]:
+    """Peak bytes while one sequence is read, weights included, whole or in chunks, and the seconds that takes."""
+    ids = torch.randint(1000, (1, T), device="cuda")
+    if name == "DynamicCache":
+        model.set_attn_implementation("sdpa")
+        cache: Any = DynamicCache(config=model.config)
+    else:
+        cache = cache_for(model, name, max_tokens=T + 1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for i in range(0, T, chunk):
+        model(input_ids=ids[:, i : i + chunk], use_cache=True, logits_to_keep=1, **cache_argument(cache))
+    torch.cuda.synchronize()
+    seconds = round(time.perf_counter() - start, 2)
+    gigabytes = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return {"cache": name, "tokens": T, "chunk": chunk, "peak GB": gigabytes, "seconds": seconds}
+
+
 def largest(model: LlamaForCausalLM, name: str, T: int, low: int, high: int) -> dict[str, Any]:
     """The largest batch between low, which fits, and high, which does not, to 1 in 64."""
     while high - low > max(1, low // 64):
@@ -210,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=ROWS)
     parser.add_argument("--memory", action="store_true", help="peak bytes of dense, kivi4 and kivi2 instead")
+    parser.add_argument("--prefill", action="store_true", help="peak bytes of reading a long prompt instead")
     parser.add_argument("--out", type=Path, help="write the rows to this CSV file")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -224,6 +266,11 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
+    if args.prefill:
+        for chunk in (131072, 8192):
+            for name in ("DynamicCache", "kivi4", "kivi2"):
+                add(prefill(model, name, 131072, chunk))
+        return
     if not args.memory:
         for row in args.rows:
             add(measure(model, row))

@@ -164,3 +164,17 @@ def test_a_graph_of_decode_serves_every_step():
         expected = usual.step(inputs[0], inputs[1], inputs[2][:, :2])
         assert (out - expected).float().norm() <= TOLERANCE[dtype] * expected.float().norm()
     assert_same(usual, other)
+
+
+@pytest.mark.gpu
+def test_a_step_is_four_launches():
+    """Counting and storing the token, attention, and merging its parts."""
+    layer = filled(KiviConfig(2, 2, 32), 128, FP16, None, "cuda")
+    layer.prepare()
+    q, k, v = token(0, 128, FP16, "cuda")
+    layer.decode(q, k, v[:, :2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer.decode(q, k, v[:, :2])
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == 4, names
