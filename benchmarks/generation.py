@@ -7,8 +7,8 @@ A row is CACHE:BATCH:TOKENS. kivi2, kivi4, ...: GraphDecoder over that preset, f
 quantizer; identity: the same compiled model with attention replaced by the identity; dense: the same with a
 preallocated bf16 cache and cuDNN's attention; StaticCache: transformers' own, compiled, in a graph; DynamicCache:
 transformers' own, eager. Every row but the last replays one CUDA graph a step. Medians of the steps' times, and the
-slowest of 160 steps, which is where pages are packed. Before a packed cache is timed, the logits of its compiled step
-are compared with those of the same step not compiled, attended by the portable kernel.
+slowest of 160 steps, which is where pages are packed. Before a packed cache is timed, the logits of its compiled
+step are compared with those of the same step not compiled, attended by the portable kernel.
 """
 
 import argparse
