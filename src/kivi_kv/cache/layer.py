@@ -62,7 +62,7 @@ class LayerCache:
         self.attend_calls: Counter[str] = Counter()
         self._known: list[tuple[int, int]] | None = [(0, 0)] * batch  # what `_states` need not ask the device
         self._prepared = False
-        self._decoded_by: str | None = None  # what attended in `decode` since `prepare`
+        self._decoded_by: str | None = None  # what attended in `decode` last
         self._longest = 0  # tokens of the longest row, before that or when last asked
         on_cpu = device.type == "cpu"
         self.checked = on_cpu if config.checked is None else config.checked
@@ -149,7 +149,7 @@ class LayerCache:
             raise ValueError("max_tokens: expected a number, for storage that does not grow, got None")
         for part, _, packed in self._uniform(slice(0, self.storage.batch)):
             self._slots(part, packed, self.config.pages(self.max_tokens))
-        self._longest, self._decoded_by, self._prepared = max(self.lengths), None, True
+        self._longest, self._prepared = max(self.lengths), True
 
     def decode(
         self,
@@ -172,9 +172,8 @@ class LayerCache:
             raise ValueError(f"k: expected one token a row, got {k.shape[2]}")
         check_tokens(self.storage, k, v, None, checked=False)
         check_query(self.storage, q, 1, sink_logits)
-        by = self._attends(q, scale, softcap)
-        self._known, self._decoded_by = None, by  # replays of a graph do not pass here
-        backends = self.backends["quantize"], by
+        self._decoded_by = self._attends(q, scale, softcap)
+        backends = self.backends["quantize"], self._decoded_by
         return compiled.decode(q, k, v, self.storage, *backends, scale, softcap, sink_logits)
 
     def crop(self, lengths: int | list[int]) -> None:
@@ -313,11 +312,12 @@ class LayerCache:
                 yield first, last
 
     def _states(self) -> list[tuple[int, int]]:
-        """(length, packed) of each row: known here, or asked of the device where only that knows."""
-        if self._known is None:
+        """(length, packed) of each row: known here, or asked of the device where `decode` may have gone on."""
+        if self._known is None or self._prepared:
             self._known = list(zip(self.storage.lengths.tolist(), self.storage.packed.tolist(), strict=True))
+        if self._prepared:  # a graph's replays do not pass through here, so steps are counted by what they stored
             longest = max(length for length, _ in self._known)
-            if self._decoded_by is not None:
+            if self._decoded_by is not None and longest > self._longest:
                 self.attend_calls[self._decoded_by] += longest - self._longest
             self._longest = longest
         return self._known
@@ -328,9 +328,9 @@ class LayerCache:
         self._prepared = False
 
     def _forget(self) -> None:
-        if self._decoded_by is not None:
+        if self._prepared:
             self._states()  # counts the steps
-        self._known, self._decoded_by, self._prepared = None, None, False
+        self._known, self._prepared = None, False
 
     def _uniform(self, rows: slice) -> Iterator[tuple[slice, int, int]]:
         """Runs of neighbouring rows with the same length and pages: (rows, length, packed)."""

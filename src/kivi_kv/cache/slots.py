@@ -33,7 +33,7 @@ def assign(storage: KVStorage, rows: slice, first: int, last: int) -> Tensor:
     table = storage.table[:, first:last]
     others = torch.arange(B, device=page.device)
     others = others[(others < rows.start) | (others >= rows.stop)]
-    held = torch.where(page < storage.packed[others][:, None], table[others], -1)  # [others, pages]
+    held = table[others]  # [others, pages], of pages to come too: a slot may be given before it is filled
     if not (held[:, None] == own).any():
         return own
     for column, p in enumerate(range(first, last)):

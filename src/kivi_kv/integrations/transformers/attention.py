@@ -12,7 +12,7 @@ from ...ops.dense_attention import dense_attention, newest_mask
 from .handle import KVHandle
 
 NAME = "kivi"
-NEWEST = -1  # for the first query's position: whatever it is, the queries are the newest tokens
+NEWEST = -1  # for the first query's position, which only the device knows: the queries are the newest tokens
 PATTERN = "the model's mask is more than causal and padding: its packed layers are dequantized at every step"
 
 
@@ -39,8 +39,14 @@ def kivi_mask(
     plain = mask_function is causal_mask_function
     alone = q_offset == 0 and (attention_mask is None or attention_mask.shape[1] == 1)
     if plain and q_length == kv_length == 1 and not alone:
-        return None  # a step that is counted on the device, where no padding is stored: see KiviLayer.prepare
-    newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset in (NEWEST, kv_length - q_length)
+        return _step_mask(attention_mask)
+    if isinstance(q_offset, int) and q_offset == NEWEST:
+        if kv_length == 1:
+            raise ValueError(
+                "attention_mask: expected a causal one for a step counted on the device, got a pattern"
+            )
+        q_offset = kv_length - q_length
+    newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     if not (plain and newest):
         # None must mean "causal, the queries being the newest tokens" to kivi_attention; sdpa_mask means more by it
         kwargs["allow_is_causal_skip"] = kwargs.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
@@ -59,6 +65,19 @@ def kivi_mask(
     mask = attention_mask[:, :kv_length].bool()
     short = kv_length - mask.shape[1]
     return torch.nn.functional.pad(mask, (0, short)) if short else mask
+
+
+def _step_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """For one token counted on the device: its column [B, 1] if every row takes it, else the mask as it came.
+
+    Costs a wait for the newest column; in a compiled model there is none, since generate() has been here before.
+    """
+    if attention_mask is None or attention_mask.shape[1] == 1:
+        return attention_mask
+    newest = attention_mask[:, -1:].bool()
+    if torch.compiler.is_compiling() or bool(newest.all()):
+        return newest
+    return attention_mask.bool()
 
 
 def kivi_attention(
@@ -80,6 +99,10 @@ def kivi_attention(
         return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if attention_mask is not None and attention_mask.ndim != 2:
         dense_k, dense_v = key.layer.materialize(PATTERN)
+        if attention_mask.shape[-1] != dense_k.shape[2]:
+            raise ValueError(
+                f"attention_mask: expected one of {dense_k.shape[2]} tokens, got {attention_mask.shape[-1]}"
+            )
         out = _dense(module, query, dense_k, dense_v, attention_mask, dropout, scaling, **kwargs)
         key.layer.store(_seen_by_any(attention_mask, query.shape[2]))
         return out, None

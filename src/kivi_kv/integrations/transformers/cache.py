@@ -39,6 +39,7 @@ class KiviCache(DynamicCache):
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)} or None, got {backend!r}")
         self.config = KiviConfig.of(config)
         self.max_tokens = max_tokens
+        self.model_config = model_config
         self.native: dict[int, str] = {}  # layers that keep their own storage, and why
         self.compileable = False  # whether generate() may compile the model: cache_for knows
         self.decode_on_device: bool | None = None  # count tokens there in steps of one token; None: on a GPU
@@ -68,8 +69,14 @@ class KiviCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether generate() compiles the model's steps, and captures them in a CUDA graph."""
-        return self.compileable
+        """Whether generate() compiles the model's steps, and captures them in a CUDA graph.
+
+        Chunks of a prompt (prefill_chunk_size) and of drafts are compiled too then, which brings nothing: pass
+        disable_compile=True with them.
+        """
+        if torch.compiler.is_compiling():  # asked again by the compiled model
+            return self.compileable
+        return self.compileable and self.decode_on_device is not False and self._plain_steps()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """What transformers asks before every call of the model: how many tokens come is known here first."""
@@ -83,13 +90,21 @@ class KiviCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         layers = self.packed_layers
         if len(layers) and layers[0].on_device:
-            return NEWEST
+            if torch.compiler.is_compiling() or self.model_config._attn_implementation == NAME:
+                return NEWEST
+            self.finish()  # other masks need the number
         return super().get_query_offset(layer_idx)
 
-    def prepare(self) -> None:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        layers = self.packed_layers
+        if not torch.compiler.is_compiling() and len(layers) and layers[0].on_device and layer_idx == 0:
+            self._take_room()  # for models that make no mask
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def prepare(self, masked: bool = False) -> None:
         """From here to `finish`, steps of one token need nothing of the host: see KiviLayer.prepare."""
         for layer in self.packed_layers:
-            layer.prepare()
+            layer.prepare(masked)
         self._room = self.get_max_length() - max(self.packed_layers[0]._ready().lengths)
 
     def finish(self) -> None:
@@ -103,15 +118,24 @@ class KiviCache(DynamicCache):
         if layers and layers[0].on_device:
             return True
         first = layers[0].cache if layers else None
-        if first is None or self.max_tokens is None or self.native or layers[0].edited:
+        if first is None or self.max_tokens is None or self.native or not self._plain_steps():
+            return False
+        if torch.is_grad_enabled() or self.model_config._attn_implementation != NAME:
+            return False
+        if any(layer.cache is None or not layer.seen for layer in layers):
             return False
         kernels = "reference" not in first.backends.values()  # which waits for a GPU
         by_device = first.storage.pool.is_cuda and kernels
         by_device = by_device if self.decode_on_device is None else self.decode_on_device
-        if not by_device or self.counts["materializations"] or self.counts["unattended"]:
+        if not by_device:
             return False
-        self.prepare()
+        self.prepare(masked=True)
         return True
+
+    def _plain_steps(self) -> bool:
+        """Whether every token so far was attended by 'kivi' in its turn, with no beams and no drafts."""
+        edited = any(layer.edited for layer in self.packed_layers)
+        return not (edited or self.counts["materializations"] or self.counts["unattended"])
 
     def _take_room(self) -> None:
         """Refuse a token that finds no room. Called once or twice a step; asks the device when it may matter."""
@@ -135,14 +159,14 @@ class KiviCache(DynamicCache):
         for layer in self.packed_layers:
             if layer.cache:
                 B, H, _, D = layer.cache.storage.dense_k.shape
-                total += 2 * B * H * layer.seen * D * layer.cache.storage.dense_k.element_size()
+                total += 2 * B * H * layer.get_seq_length() * D * layer.cache.storage.dense_k.element_size()
         return total
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds and how it was used.
 
         backends: what runs each operator, None before the first update; attend_calls: how often each attended
-        packed pages, of all layers; tokens seen; packed_layers; native_layers
+        packed pages, of all layers, and steps counted on the device; tokens seen; packed_layers; native_layers
         with the reason for each; pages and dense_tokens, of all rows of the first packed layer; used_bytes (pages
         and rows that hold tokens) and reserved_bytes (allocated) of the packed layers; materializations and
         unattended: how often a packed layer was dequantized whole, and how many updates never met the 'kivi'

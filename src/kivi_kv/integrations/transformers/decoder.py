@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...cache import LayerCache
+from .attention import NAME
 from .cache import KiviCache
 from .compat import cache_argument
 
@@ -27,16 +29,18 @@ class GraphDecoder:
             raise ValueError(
                 f"cache: expected every layer packed, got {len(cache.native)} that are not: {cache.native}"
             )
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"model: expected the attention '{NAME}', which cache_for sets, got "
+                f"'{model.config._attn_implementation}'"
+            )
         if cache.max_tokens is None:
             raise ValueError("cache: expected max_tokens, for storage that does not move, got None")
-        held = [layer.cache for layer in cache.packed_layers if layer.cache is not None]
-        if not held or len(held) < len(cache.packed_layers):
-            raise ValueError("cache: expected one that holds the prompt, got an empty one")
-        self.cache, self.first, self.max_tokens = cache, held[0], cache.max_tokens
+        self.cache, self.max_tokens = cache, cache.max_tokens
+        self.held = self._layers()
         self.model: Callable[..., Any] = torch.compile(model.__call__, fullgraph=True) if compile else model
-        self.newest = torch.zeros(held[0].storage.batch, dtype=torch.long, device=held[0].storage.lengths.device)
+        self.newest = self._tokens()
         self.graph: torch.cuda.CUDAGraph | None = None  # of `step`, between `cache.prepare` and `cache.finish`
-        self._held = held
         self._captured: list[int] = []  # addresses of what the graph reads and writes
 
     @torch.no_grad()
@@ -47,9 +51,12 @@ class GraphDecoder:
         logits, say. The cache holds it afterwards, and all that is returned but the last.
         Raises ValueError before anything is stored.
         """
+        self.held = self._layers()
+        if self.held[0].storage.batch != len(self.newest):
+            self.newest = self._tokens()
         if token.shape != self.newest.shape:
             raise ValueError(f"token: expected shape {tuple(self.newest.shape)}, got {tuple(token.shape)}")
-        room = self.max_tokens - max(self.first.lengths)
+        room = self.max_tokens - max(self.held[0].lengths)
         if not 1 <= tokens <= room:
             raise ValueError(f"tokens: expected from 1 to the {room} that max_tokens leaves, got {tokens}")
         self.newest.copy_(token)
@@ -72,7 +79,7 @@ class GraphDecoder:
 
     def step(self) -> None:
         """Store `newest` and replace it by the next token of each row."""
-        position = self.first.storage.lengths.long()[:, None]  # of the new token; layers then count it
+        position = self.held[0].storage.lengths.long()[:, None]  # of the new token; layers then count it
         options = {"position_ids": position, "use_cache": True, **cache_argument(self.cache)}
         self.newest.copy_(self.model(input_ids=self.newest[:, None], **options).logits[:, -1].argmax(-1))
 
@@ -83,5 +90,17 @@ class GraphDecoder:
             self.step()
         self._captured = self._addresses()
 
+    def _layers(self) -> list[LayerCache]:
+        """Those of the cache now: after a reset it may hold another batch, elsewhere."""
+        held = [layer.cache for layer in self.cache.packed_layers if layer.cache is not None and layer.seen]
+        if not held or len(held) < len(self.cache.packed_layers):
+            raise ValueError("cache: expected one that holds the prompt, got an empty one")
+        return held
+
+    def _tokens(self) -> Tensor:
+        storage = self.held[0].storage
+        return torch.zeros(storage.batch, dtype=torch.long, device=storage.lengths.device)
+
     def _addresses(self) -> list[int]:
-        return [x.data_ptr() for layer in self._held for x in layer.storage.tensors().values()]
+        tensors = [x for layer in self.held for x in layer.storage.tensors().values()]
+        return [x.data_ptr() for x in (self.newest, *tensors)]

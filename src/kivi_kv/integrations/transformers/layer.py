@@ -49,6 +49,7 @@ class KiviLayer(CacheLayerMixin):
         self.mask: Tensor | None = None  # [B, seen] bool: which seen tokens are stored; None for all
         self.counts: Counter[str] = Counter() if counts is None else counts  # shared by a cache's layers
         self.on_device = False  # between `prepare` and `finish`, when only the device counts tokens
+        self.masked = False  # a padded batch must come with its mask there, too
         self.longest = 0  # tokens of the longest row when `prepare` was called
         self.edited = False  # rows were moved or cut since the last reset, as beam search and drafts do
 
@@ -91,36 +92,47 @@ class KiviLayer(CacheLayerMixin):
         k, v = self.staged
         self.staged = None  # what is refused below is not stored later either
         if self.on_device:
-            return cache.decode(q, k, v, **options)
+            if mask is None and self.mask is not None and self.masked:
+                raise ValueError(
+                    "attention_mask: expected the padding that earlier tokens were stored with, got none"
+                )
+            if mask is None or mask.shape[1] == 1:
+                return cache.decode(q, k, v, **options)
+            self._leave()  # some rows skip this token
         total = self.seen + k.shape[2]
         valid = self._valid(None if mask is None else mask[:, :total])
         out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
         return out
 
-    def prepare(self) -> None:
-        """From here to `finish`, store and attend one token at a time by the device alone, without padding."""
+    def prepare(self, masked: bool = False) -> None:
+        """From here to `finish`, store and attend one token at a time by the device alone, in every row.
+
+        masked: refuse to attend a padded batch without a mask.
+        """
         self._settle()
         cache = self._ready()
         cache.prepare()
         for x in cache.storage.tensors().values():
             torch._dynamo.mark_static_address(x)  # a graph of the whole model may write into it
-        self.longest, self.on_device = max(cache.lengths), True
+        self.longest, self.on_device, self.masked = max(cache.lengths), True, masked
 
     def finish(self) -> None:
         """Count what was stored since `prepare`, in rows that all took as many tokens."""
         if self.on_device:
-            self.staged, self.on_device = None, False
+            self.staged = None
+            self._leave()
+
+    def _leave(self) -> None:
+        """The same, and keep the token that has come."""
+        if self.on_device:
+            self.on_device = False
             self._advance(max(self._ready().lengths) - self.longest, None)
 
     def materialize(self, why: str = NOT_OURS) -> tuple[Tensor, Tensor]:
         """Dequantized K and V [B, H, T, D], staged tokens included: the slow way, counted. Warns why, once."""
-        if self.on_device and self.mask is not None:  # the mask of this step was made for our attention
-            raise RuntimeError("attention: expected 'kivi' until the padded batch is done, got another one")
         self._count("materializations", why)
-        staged = self.staged
-        self.finish()
-        self.staged = staged
+        self._leave()
         if self.staged is not None:
             self._ready().make_room()
         return self._dense()
@@ -249,6 +261,7 @@ class KiviLayer(CacheLayerMixin):
 
     def _read(self) -> tuple[Tensor, Tensor]:
         self.counts["materializations"] += 1  # asked for by name, so there is nothing to warn of
+        self._leave()
         return self._dense()
 
     def _count(self, what: str, warning: str) -> None:
