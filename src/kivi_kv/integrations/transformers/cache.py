@@ -138,7 +138,9 @@ class KiviCache(DynamicCache):
         return not (edited or self.counts["materializations"] or self.counts["unattended"])
 
     def _take_room(self) -> None:
-        """Refuse a token that finds no room. Called once or twice a step; asks the device when it may matter."""
+        """Refuse a token that finds no room. Called a few times a step; asks the device when it may matter."""
+        if torch.cuda.is_current_stream_capturing():  # nothing is stored now, and nothing can be asked
+            return
         self._room -= 1
         if self._room < 0:
             longest, most = max(self.packed_layers[0]._ready().lengths), self.get_max_length()
