@@ -113,6 +113,7 @@ def test_max_tokens_is_refused_on_the_device_too(compiled):
     assert cache.get_seq_length() == 60
 
 
+@pytest.mark.quick
 def test_a_step_is_one_graph_whatever_the_length():
     """generate() compiles it once for caches of one size, without a break, whoever made them."""
     torch._dynamo.reset()

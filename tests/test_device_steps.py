@@ -52,6 +52,7 @@ def steps(run: Run, count: int, batch: int, seed: int = 0) -> list[Tensor]:
     return [run(prompt(1, seed + i, batch)) for i in range(count)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lengths", [[60], [40, 12, 29]], ids=str)
 def test_chunks_between_steps(lengths):
     B = len(lengths)
@@ -63,6 +64,7 @@ def test_chunks_between_steps(lengths):
     both(script)
 
 
+@pytest.mark.quick
 def test_rows_that_skip_a_token():
     """A finished row is masked; the others go on, on the device again."""
 
@@ -209,6 +211,7 @@ class Replay:
             layer._known, layer._decoded_by = states, by
 
 
+@pytest.mark.quick
 def test_a_graph_that_is_kept():
     """Calls that consist of replays alone are counted, and refused when the cache is full."""
     run = Run(True, max_tokens=90)
