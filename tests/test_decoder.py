@@ -25,8 +25,10 @@ def decoded(model, inputs: dict, tokens: int, cache) -> torch.Tensor:
     return torch.cat([first[:, None], GraphDecoder(model, cache).generate(first, tokens - 1)], dim=1)
 
 
-@pytest.mark.parametrize("family", PACKED)
-@pytest.mark.parametrize("lengths", [[20], [200], [150, 31, 90]], ids=str)
+FULL = [("llama", [20]), ("llama", [200]), *((family, [150, 31, 90]) for family in PACKED)]
+
+
+@pytest.mark.parametrize(("family", "lengths"), FULL)
 def test_tokens_and_cache_of_generate(family, lengths):
     """A page is packed on the way; padded rows; afterwards the cache goes on as any."""
     model, inputs, new = make_model(family), left_padded(lengths), 140
@@ -82,8 +84,7 @@ def test_refusals():
     assert cache.get_seq_length() == 40
 
 
-@pytest.mark.parametrize("family", PACKED)
-@pytest.mark.parametrize("lengths", [[20], [150, 31, 90]], ids=str)
+@pytest.mark.parametrize(("family", "lengths"), FULL[:1] + FULL[2:])
 def test_generate_counts_on_the_device(family, lengths):
     """As it does on a GPU with storage of a fixed size: the tokens are the same, and so is the cache."""
     model, inputs = make_model(family), left_padded(lengths)

@@ -139,11 +139,12 @@ class KiviCache(DynamicCache):
 
     def _take_room(self) -> None:
         """Refuse a token that finds no room. Called a few times a step; asks the device when it may matter."""
-        if torch.cuda.is_current_stream_capturing():  # nothing is stored now, and nothing can be asked
-            return
+        first = self.packed_layers[0]._ready()
+        if first.storage.pool.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing is stored now, and nothing can be asked
         self._room -= 1
         if self._room < 0:
-            longest, most = max(self.packed_layers[0]._ready().lengths), self.get_max_length()
+            longest, most = max(first.lengths), self.get_max_length()
             if longest >= most:
                 raise ValueError(f"max_tokens: the cache holds {most} tokens a row, got {longest + 1}")
             self._room = most - longest - 1
