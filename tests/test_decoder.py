@@ -115,12 +115,13 @@ def test_max_tokens_is_refused_on_the_device_too(compiled):
 
 
 @pytest.mark.quick
-def test_a_step_is_one_graph_whatever_the_length():
+@pytest.mark.parametrize("lengths", [[150, 31, 90], [150]], ids=str)
+def test_a_step_is_one_graph_whatever_the_length(lengths):
     """generate() compiles it once for caches of one size, without a break, whoever made them."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    model, inputs = make_model("llama"), left_padded([150, 31, 90])
+    model, inputs = make_model("llama"), left_padded(lengths)
     expected = generate(model, inputs, cache_for(model, CONFIG, max_tokens=500), max_new_tokens=60)
     for _ in range(2):
         cache = cache_for(model, CONFIG, max_tokens=500)

@@ -74,7 +74,7 @@ def _step_mask(attention_mask: Tensor | None) -> Tensor | None:
     """
     if attention_mask is None or attention_mask.shape[1] == 1:
         return attention_mask
-    newest = attention_mask[:, -1:].bool()
+    newest = attention_mask[:, -1:].bool().clone(memory_format=torch.contiguous_format)  # strides are compiled in
     if torch.compiler.is_compiling() or bool(newest.all()):
         return newest
     return attention_mask.bool()
