@@ -61,16 +61,8 @@ def test_layers_on_two_gpus(folder, dtype, max_tokens):
 def test_heads_in_two_processes(folder, dtype):
     """In fp16 the sum of two parts rounds otherwise than one, which decides a token sooner or later."""
     script = Path(__file__).with_name("two_gpus.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        str(folder),
-        dtype,
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(script), str(folder), dtype]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = dict(line.split(" ", 1) for line in run.stdout.splitlines() if line.startswith(("heads", "tokens")))
