@@ -14,11 +14,11 @@ from .pages import page_logits, page_values
 
 @triton.jit
 def _queries(
-    q_ptr, column, stride_m, stride_hq, COLUMNS, GQ: tl.constexpr, D: tl.constexpr, DB: tl.constexpr,
-    POLICY: tl.constexpr,
+    q_ptr, column, stride_m, stride_hq, COLUMNS, GQ: tl.constexpr, START: tl.constexpr, D: tl.constexpr,
+    CB: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """q^T [DB, columns]; column = query token * GQ + query head of the kv head."""
-    d = tl.arange(0, DB)
+    """CB channels of q^T, [CB, columns], from START; column = query token * GQ + query head of the kv head."""
+    d = START + tl.arange(0, CB)
     at = q_ptr + ((column // GQ) * stride_m + (column % GQ) * stride_hq)[None, :] + d[:, None]
     mask = (column < COLUMNS)[None, :] & (d < D)[:, None]
     return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY)
@@ -86,16 +86,22 @@ def decode_kernel(
     bh = tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     COLUMNS = M * GQ
+    CB: tl.constexpr = 64 if NC == 8 and DB > 64 else min(DB, 32)  # channels of a block of page_logits
     column = tile * NC + tl.arange(0, NC)
     WIDE: tl.constexpr = q_ptr.dtype.element_ty != tl.float16
     q_ptr += b * stride_qb + h * GQ * stride_qh
-    page_q = _queries(q_ptr, column, stride_qm, stride_qh, COLUMNS, GQ, D, DB, "evict_first")
+    page_q, top = (), tl.zeros([NC], tl.float32)
+    for kb in tl.static_range(DB // CB):
+        part = _queries(q_ptr, column, stride_qm, stride_qh, COLUMNS, GQ, kb * CB, D, CB, "evict_first")
+        top = tl.maximum(top, tl.max(tl.abs(part.to(tl.float32)), 0))
+        page_q = page_q + (part.to(tl.float32) if UPCAST else part,)
     q_unit = factor + tl.zeros([NC], tl.float32)
-    if UPCAST:
-        page_q = page_q.to(tl.float32)
     if not WIDE:  # bring each query below 1/2: no product with a scale leaves fp16
-        top = tl.max(tl.abs(page_q.to(tl.float32)), 0)
-        page_q = (page_q.to(tl.float32) * (inverse_power(top) * 0.25)[None, :]).to(tl.float16)
+        small = ()
+        for kb in tl.static_range(DB // CB):
+            part = page_q[kb].to(tl.float32) * (inverse_power(top) * 0.25)[None, :]
+            small = small + (part.to(tl.float16),)
+        page_q = small
         q_unit *= power(top) * 4.0
 
     length, packed = tl.load(length_ptr + b), tl.load(packed_ptr + b)
@@ -125,7 +131,7 @@ def decode_kernel(
         index = first_page + unit
         page = (tl.load(table_ptr + b * stride_table + index).to(tl.int64) * H + h) * WORDS
         x = page_logits(
-            pool_ptr, param_ptr, page, page_q, q_unit, cap, DP, DB, G, K_BITS, PARAMS_PER_WORD, SOFTCAP,
+            pool_ptr, param_ptr, page, page_q, q_unit, cap, DP, G, K_BITS, PARAMS_PER_WORD, SOFTCAP,
             K_KIND,
         )  # fmt: skip
         if WINDOWED:
@@ -153,7 +159,7 @@ def decode_kernel(
         )  # fmt: skip
 
     # loaded again rather than kept in registers all the while: a policy of its own keeps it a load of its own
-    q = _queries(q_ptr, column, stride_qm, stride_qh, COLUMNS, GQ, D, DB, "evict_last")
+    q = _queries(q_ptr, column, stride_qm, stride_qh, COLUMNS, GQ, 0, D, DB, "evict_last")
     for unit in range(tl.maximum(start, pages), tl.minimum(stop, pages + dense)):
         n = (unit - pages) * 32 + tl.arange(0, 32)  # sinks, then the ring, oldest first
         token = tl.where(n < S, n, n + packed * 128)
@@ -190,7 +196,7 @@ def decode_kernel(
 
 
 _LOG2E = 1.4426950408889634
-_TILES = {8: 1, 16: 4, 32: 4}  # columns of a program: its warps
+_TILES = {8: (1, 2), 16: (4, 3), 32: (4, 2)}  # columns of a program: its warps, stages of its pipeline; none spills
 
 
 def attend_kernel(
@@ -215,9 +221,10 @@ def attend_kernel(
     NC = next((n for n in _TILES if n >= COLUMNS), max(_TILES))
     if torch.version.hip:
         NC = max(NC, 16)  # the smallest matrix unit there
+    warps, stages = _TILES[NC]
     tiles = triton.cdiv(COLUMNS, NC)
     units = storage.table.shape[1] + triton.cdiv(rows, 32) + (triton.cdiv(M, 32) if new_k is not None else 0)
-    splits = max(1, min(units, resident_warps(q.device) // (_TILES[NC] * B * H * tiles)))
+    splits = max(1, min(units, resident_warps(q.device) // (warps * B * H * tiles)))
     DB = triton.next_power_of_2(layout.padded_dim)
     q = q if q.stride(3) == 1 else q.contiguous()
     new_k, new_v = (storage.dense_k, storage.dense_v) if new_k is None or new_v is None else (new_k, new_v)
@@ -241,7 +248,7 @@ def attend_kernel(
         V_AT=sum(layout.sizes[:3]), PARAMS_PER_WORD=4 // layout.dtype.itemsize, S=config.sink_length,
         RING=config.ring_length, HAS_NEW=new_k is not storage.dense_k, SOFTCAP=softcap is not None,
         WINDOWED=window is not None, K_KIND=k_kind, V_KIND=fp16_kind,
-        UPCAST=upcast, num_warps=_TILES[NC], num_stages=2,
+        UPCAST=upcast, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     block = min(DB, 32)  # channels: many programs, since each reads all splits
     combine_kernel[(COLUMNS, B * H, triton.cdiv(D, block))](

@@ -7,60 +7,69 @@ from .numbers import inverse_power, slot_codes, slot_unit, softcapped
 
 
 @triton.jit
-def _k_slot(words, high, low, bias, unit, SLOT: tl.constexpr, BITS: tl.constexpr, DB: tl.constexpr,
-            KIND: tl.constexpr):  # fmt: skip
-    """Logits [16 tokens, columns] of one slot: (q * scale) . code + q . zero, the product in two terms."""
-    code = slot_codes(words, SLOT, BITS, KIND).reshape([16, DB])
-    factor = unit * (1.0 / slot_unit(SLOT, BITS, KIND))
-    x = tl.dot(code, high, input_precision="ieee") * factor + bias
-    return tl.dot(code, low, input_precision="ieee") * factor + x  # two short chains of products, not a long one
+def _k_words(at, PLANE: tl.constexpr, BLOCK: tl.constexpr, CB: tl.constexpr, DP: tl.constexpr):
+    """Key words [16 tokens, CB / 2] of a plane and a block of CB channels."""
+    i = BLOCK * CB * 8 + tl.arange(0, CB * 8)
+    words = tl.load(at + PLANE * (DP * 8) + i, mask=i < DP * 8, other=0)
+    return words.reshape([CB // 16, 8, 4, 2, 2]).permute([4, 1, 0, 3, 2]).reshape([16, CB // 2])
 
 
 @triton.jit
-def _k_words(at, base, PLANE: tl.constexpr, DP: tl.constexpr, DB: tl.constexpr):
-    """Key words [16 tokens, DB / 2] of one plane."""
-    i = tl.arange(0, DB * 8)
-    words = tl.load(at + base + PLANE * (DP * 8) + i, mask=i < DP * 8, other=0)
-    return words.reshape([DB // 16, 8, 4, 2, 2]).permute([4, 1, 0, 3, 2]).reshape([16, DB // 2])
-
-
-@triton.jit
-def _k_param(at, DP: tl.constexpr, DB: tl.constexpr):
-    """Scales or zeros of one group of tokens, [DB]."""
+def _k_param(at, BLOCK: tl.constexpr, CB: tl.constexpr, DP: tl.constexpr):
+    """Scales or zeros of a group of tokens and a block of channels, [CB]."""
     PAIR: tl.constexpr = 2 - DP // 16 % 2
-    i = tl.arange(0, DB)
+    i = BLOCK * CB + tl.arange(0, CB)
     x = tl.load(at + i, mask=i < DP, other=0.0)
-    return x.reshape([DB // 16 // PAIR, 4, PAIR, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([DB])
+    return x.reshape([CB // 16 // PAIR, 4, PAIR, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([CB])
 
 
 @triton.jit
 def page_logits(
     pool_ptr, param_ptr, page, q, unit, cap,
-    DP: tl.constexpr, DB: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, PARAMS_PER_WORD: tl.constexpr,
+    DP: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, PARAMS_PER_WORD: tl.constexpr,
     SOFTCAP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Logits of a page's 128 tokens as a tuple of 8 slots [16, columns], times unit [columns].
 
-    The scale is on the small side: q * scale, once per group of tokens. One rounding of it would cost up to 6% of
-    the output where keys have a large bias, so it is kept in two terms, high + low, exactly: the product of two
-    fp16 numbers fits in two fp16 numbers, that of two bf16 numbers in two bf16 numbers.
+    q: a tuple of [channels, columns] by block of channels; all slots are summed block by block, so that few words
+    and few of the products below are in registers at once. The scale is on the small side: q * scale, once per
+    group of tokens. One rounding of it would cost up to 6% of the output where keys have a large bias, so it is
+    kept in two terms, high + low, exactly: the product of two fp16 numbers fits in two fp16 numbers, that of two
+    bf16 numbers in two bf16 numbers.
     """
     SLOTS: tl.constexpr = 16 // BITS  # of a plane
-    GROUP_SLOTS: tl.constexpr = G // 16
+    KG: tl.constexpr = 128 // G
+    GS: tl.constexpr = G // 16  # slots of a group
+    CB: tl.constexpr = q[0].shape[0]
+    NC: tl.constexpr = q[0].shape[1]
     params = param_ptr + (page + DP * 4 * BITS) * PARAMS_PER_WORD
+    sums, biases = (), ()
+    for _ in tl.static_range(8):
+        sums = sums + (tl.zeros([16, NC], tl.float32),)
+    for _ in tl.static_range(KG):
+        biases = biases + (tl.zeros([16, NC], tl.float32),)
+    for block in tl.static_range(len(q)):
+        new_sums, new_biases, words = (), (), ()
+        for plane in tl.static_range(BITS // 2):
+            words = words + (_k_words(pool_ptr + page, plane, block, CB, DP),)
+        for g in tl.static_range(KG):
+            zero = _k_param(params + (KG + g) * DP, block, CB, DP).to(q[0].dtype)  # differs in the interpreter only
+            wide = tl.broadcast_to(zero[None, :], [16, CB])
+            new_biases = new_biases + (tl.dot(wide, q[block], biases[g], input_precision="ieee"),)
+            scale = _k_param(params + g * DP, block, CB, DP).to(q[0].dtype)
+            high = q[block] * scale[:, None]
+            low = tl.fma(q[block], tl.broadcast_to(scale[:, None], q[block].shape), high * -1.0)
+            for s in tl.static_range(GS):
+                code = slot_codes(words[(g * GS + s) // SLOTS], (g * GS + s) % SLOTS, BITS, KIND).reshape([16, CB])
+                x = tl.dot(code, high, sums[g * GS + s], input_precision="ieee")
+                new_sums = new_sums + (tl.dot(code, low, x, input_precision="ieee"),)
+        sums, biases = new_sums, new_biases
     logits = ()
-    for g in tl.static_range(128 // G):
-        scale, zero = _k_param(params + g * DP, DP, DB), _k_param(params + (128 // G + g) * DP, DP, DB)
-        scale, zero = scale.to(q.dtype), zero.to(q.dtype)  # differs in the interpreter only
-        high = q * scale[:, None]
-        low = tl.fma(q, tl.broadcast_to(scale[:, None], q.shape), high * -1.0)
-        bias = tl.dot(tl.broadcast_to(zero[None, :], [16, DB]), q, input_precision="ieee") * unit[None, :]
-        for s in tl.static_range(GROUP_SLOTS):
-            words = _k_words(pool_ptr, page, (g * GROUP_SLOTS + s) // SLOTS, DP, DB)
-            x = _k_slot(words, high, low, bias, unit[None, :], (g * GROUP_SLOTS + s) % SLOTS, BITS, DB, KIND)
-            if SOFTCAP:
-                x = softcapped(x, cap)
-            logits = logits + (x,)
+    for s in tl.static_range(8):
+        x = (sums[s] * (1.0 / slot_unit(s % SLOTS, BITS, KIND)) + biases[s // GS]) * unit[None, :]
+        if SOFTCAP:
+            x = softcapped(x, cap)
+        logits = logits + (x,)
     return logits
 
 
