@@ -24,7 +24,7 @@ def _device(device: torch.device, layout: PageLayout, tiles: int) -> tuple[int, 
     properties = torch.cuda.get_device_properties(device)
     k_code, k_param, _, v_code, v_param, _ = layout.sizes
     rows = 8 * layout.head_dim // 2 + 16 * PAGE // 2  # of zeros, as operands have them
-    queries = 4 * tiles * layout.head_dim if tiles > 1 else 0
+    queries = 2 * tiles * layout.head_dim if tiles > 2 else 0
     nbytes = 4 * (k_code + k_param + v_code + v_param + rows + queries) + 1024  # which every program costs
     fit = properties.multi_processor_count * (properties.shared_memory_per_multiprocessor // nbytes)
     return min(resident_warps(device), fit), properties.major >= 9  # a program is one warp
@@ -64,7 +64,7 @@ def attend_gluon(
     H, layout, config = storage.heads, storage.layout, storage.config
     GQ, rows = HQ // H, B * H
     columns = M * GQ
-    TILES = 1 if columns <= 4 else 2
+    TILES = 1 if columns <= 4 else 2 if columns <= 8 else 4
     column_tiles = triton.cdiv(columns, 4 * TILES)
     most, pdl = _device(q.device, layout, TILES)
     units = storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16) + 1

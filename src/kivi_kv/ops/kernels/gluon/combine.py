@@ -5,10 +5,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .share import triton_dense_tokens as dense_tokens
+from .share import triton_last_unit as last_unit
 from .share import triton_program_at as program_at
 from .share import triton_programs_used as programs_used
 from .share import triton_row_cost as row_cost
-from .share import triton_units_before as units_before
 
 
 @triton.jit(do_not_specialize=["BATCH", "M", "PROGRAMS"])
@@ -35,8 +35,7 @@ def combine_kernel(
     mine = tl.sum(tl.where(rows == b, cost, 0), 0)
     packed_b = tl.sum(tl.where(rows == b, packed, 0), 0)
     start = tl.sum(tl.where(rows < b, cost, 0), 0) * H + h * mine
-    units = units_before(mine, packed_b, PAGE_COST, DENSE_COST)
-    last = start + tl.minimum(units - 1, packed_b) * PAGE_COST + tl.maximum(units - 1 - packed_b, 0) * DENSE_COST
+    last = start + last_unit(mine, packed_b, PAGE_COST, DENSE_COST)
     first = program_at(start, total, programs)
     count = tl.where(mine > 0, program_at(last, total, programs) - first + 1, 0)
     if PDL:

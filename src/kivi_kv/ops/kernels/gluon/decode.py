@@ -20,8 +20,9 @@ from .operands import (
     zeros,
 )
 from .page import k_to_half, page_logits, page_values, to_half, v_shift
-from .share import dense_tokens, programs_used, row_cost, share_start, units_before
+from .share import dense_tokens, last_unit, programs_used, row_cost, share_start, units_before
 
+PREFETCH = gl.constexpr(1)  # pages
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
@@ -36,16 +37,16 @@ def _queries(
 ):
     """The queries of a row, each brought below 1/2 (4 where bf16 ends) by a power of two, for products within fp16.
 
-    Column = query token * GQ + query head of the kv head. -> words [16, 8] by tile of 4 columns and 32 channels,
-    columns 2 c and 2 c + 1 holding column c (in shared memory if there are many), and by tile [16, 4] what a logit
-    is worth in units of log2.
+    Column = query token * GQ + query head of the kv head. -> words [16, 8] by 8 columns and 32 channels (in shared
+    memory if there are many), of a single tile columns 2 c and 2 c + 1 holding column c; and by tile [16, 4] what a
+    logit is worth in units of log2.
     """
     NB: gl.constexpr = D // 32
     n = gl.arange(0, 8, layout=gl.SliceLayout(0, B))
     d = gl.arange(0, 32, layout=gl.SliceLayout(1, B))
     q, units = (), ()
-    for t in gl.static_range(TILES):
-        column = column0 + 4 * t + n // 2
+    for t in gl.static_range((TILES + 1) // 2):
+        column = column0 + (n // 2 if TILES == 1 else 8 * t + n)
         at = q_ptr + (column // GQ) * stride_qm + (column % GQ) * stride_qh
         raw = ()
         top = gl.full([8], 0.0, gl.float32, layout=gl.SliceLayout(0, B))
@@ -59,12 +60,15 @@ def _queries(
         down = (0x7E000000 - gl.maximum(exponent, 0x01000000)).to(gl.float32, bitcast=True)
         for kb in gl.static_range(NB):
             words = to_words((raw[kb] * gl.expand_dims(down, 0)).to(gl.float16))
-            if TILES == 1:
+            if TILES <= 2:
                 q = q + (words,)
             else:
                 store_words(memory.index(t * NB + kb), words)
         unit = gl.expand_dims(gl.convert_layout(factor / down, gl.SliceLayout(0, MMA)), 0)
-        units = units + (apart(unit)[0],)
+        even, odd = apart(unit)
+        units = units + (even,)
+        if TILES > 1:
+            units = units + (odd,)
     return q, units
 
 
@@ -136,7 +140,8 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
     group = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)), 1)
     for t in gl.static_range(VT):
         column = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
-        column = 8 * t + column // 2 + column % 2 * 4  # even ones are of one tile of 4, odd ones of the next
+        # a single tile has its columns twice
+        column = column // 2 + column % 2 * COLUMNS if COLUMNS == 4 else 8 * t + column
         total = gl.sum(wide_sums[t], 0)
         gl.store(part_lse_ptr + column, reference[t] + gl.log2(total), mask=column < COLUMNS)
         inverse = gl.expand_dims(1.0 / (UNIT * gl.where(total == 0.0, 1.0, total)), 0)
@@ -146,6 +151,53 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
             channel = gl.expand_dims(nb * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, MMA)), 1)
             mean = (acc[nb * VT + t] + zero) * inverse
             gl.store(part_ptr + column * D + channel, mean, mask=(column < COLUMNS) & (channel >= 0))
+
+
+@gluon.jit
+def _share(length_ptr, packed_ptr, BATCH, H, S: gl.constexpr, ROWS: gl.constexpr, PAGE_COST: gl.constexpr,
+           DENSE_COST: gl.constexpr, NEW: gl.constexpr, MAY_CHANGE: gl.constexpr):  # fmt: skip
+    """This program's share [low, high) of the cost of all rows, counted on the device; b, h and beginning of its first."""
+    b_at = gl.arange(0, ROWS, layout=LANES)
+    length = gl.load(length_ptr + b_at, mask=b_at < BATCH, other=0, volatile=MAY_CHANGE)
+    packed = gl.load(packed_ptr + b_at, mask=b_at < BATCH, other=0, volatile=MAY_CHANGE)
+    tokens = dense_tokens(length, packed, S)
+    cost = gl.where(b_at < BATCH, row_cost(tokens, packed, PAGE_COST, DENSE_COST, NEW), 0) * H
+    total = gl.sum(cost, 0)
+    programs = programs_used(total, gl.num_programs(0), PAGE_COST)
+    program = gl.program_id(0)
+    low, high = share_start(program, total, programs), share_start(program + 1, total, programs)
+    if program >= programs:
+        high = 0
+    ends = gl.associative_scan(cost, 0, _add)
+    b = gl.sum(((ends <= low) & (b_at < BATCH)).to(gl.int32), 0)
+    cost_b = gl.sum(gl.where(b_at == b, cost, 0), 0) // H
+    packed_b = gl.sum(gl.where(b_at == b, packed, 0), 0)
+    row = gl.sum(gl.where(b_at == b, ends - cost, 0), 0)  # where the row (b, h) begins
+    h = (low - row) // gl.maximum(cost_b, 1)
+    row += h * cost_b
+    if low - row > last_unit(cost_b, packed_b, PAGE_COST, DENSE_COST):  # within the last unit, which is another's
+        row += cost_b
+        h += 1
+        if h == H:
+            b += 1
+            h = 0
+    return low, high, b, h, row
+
+
+@gluon.jit
+def _prefetch(pool_ptr, table_ptr, length_ptr, packed_ptr, stride_table, BATCH, H, S: gl.constexpr, ROWS: gl.constexpr,
+              PAGE_COST: gl.constexpr, DENSE_COST: gl.constexpr, NEW: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+    """Bring the first pages of this program on their way to L2 while kernels before this one still run.
+
+    They may still change lengths and table; then these are other pages than those that will be attended.
+    """
+    low, high, b, h, row = _share(length_ptr, packed_ptr, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, NEW, True)
+    packed = gl.load(packed_ptr + b, mask=row < high, other=0, volatile=True)
+    first = units_before(gl.maximum(low - row, 0), packed, PAGE_COST, DENSE_COST)
+    for i in gl.static_range(PREFETCH):
+        wanted = (row < high) & (first + i < gl.minimum(packed, stride_table))
+        slot = gl.load(table_ptr + b.to(gl.int64) * stride_table + first + i, mask=wanted, other=-1, volatile=True)
+        names.prefetch(pool_ptr + (gl.maximum(slot, 0).to(gl.int64) * H + h) * WORDS, WORDS, slot >= 0)
 
 
 @gluon.jit(do_not_specialize=["stride_table", "BATCH", "M"])
@@ -181,33 +233,21 @@ def decode_kernel(
     v_scales = gl.allocate_shared_memory(gl.int32, [VG * 64], FLAT)
     v_zeros = gl.allocate_shared_memory(gl.int32, [1024], FLAT)  # 16 rows, as an operand has: VG in use
     queries = k_scales
-    if TILES > 1:
-        queries = gl.allocate_shared_memory(gl.int32, [TILES * NB, 8, 4, 4], FLAT3)
+    if TILES > 2:
+        queries = gl.allocate_shared_memory(gl.int32, [VT * NB, 8, 4, 4], FLAT3)
     L: gl.constexpr = to_words(gl.zeros([32, 8], gl.float16, layout=B)).type.layout
     F: gl.constexpr = apart(gl.zeros([16, 8], gl.float32, layout=MMA))[0].type.layout
 
     if PDL:
+        _prefetch(
+            pool_ptr, table_ptr, length_ptr, packed_ptr, stride_table, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, HAS_NEW, WORDS
+        )
         names.wait_for_others()  # this kernel was launched before the one before it had ended
         names.launch_dependents()  # and so is the next
-    # this program's share [low, high) of the cost of all rows, counted on the device
-    b_at = gl.arange(0, ROWS, layout=LANES)
-    length = gl.load(length_ptr + b_at, mask=b_at < BATCH, other=0)
-    packed = gl.load(packed_ptr + b_at, mask=b_at < BATCH, other=0)
-    tokens = dense_tokens(length, packed, S)
-    cost = gl.where(b_at < BATCH, row_cost(tokens, packed, PAGE_COST, DENSE_COST, HAS_NEW), 0) * H
-    total = gl.sum(cost, 0)
-    programs = programs_used(total, gl.num_programs(0), PAGE_COST)
-    program = gl.program_id(0)
     column0 = gl.program_id(1) * COLUMNS
-    low, high = share_start(program, total, programs), share_start(program + 1, total, programs)
-    if program >= programs:
-        high = 0
-    ends = gl.associative_scan(cost, 0, _add)
-    b = gl.sum(((ends <= low) & (b_at < BATCH)).to(gl.int32), 0)
-    cost_b = gl.sum(gl.where(b_at == b, cost, 0), 0) // H
-    row = gl.sum(gl.where(b_at == b, ends - cost, 0), 0)  # where the row (b, h) begins
-    h = (low - row) // gl.maximum(cost_b, 1)
-    row += h * cost_b
+    low, high, b, h, row = _share(
+        length_ptr, packed_ptr, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, HAS_NEW, False
+    )  # fmt: skip
     while row < high:
         length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
         tokens_b = dense_tokens(length_b, packed_b, S)
@@ -234,7 +274,7 @@ def decode_kernel(
             _copy_part(v_codes, v_scales, v_zeros, page + K_WORDS, VG, 64)
         q_row = q_ptr + b64 * stride_qb + h64 * (GQ * stride_qh)
         q, units = _queries(q_row, stride_qh, stride_qm, M, column0, factor, queries, GQ, TILES, D)
-        if TILES > 1:
+        if TILES > 2:
             names.barrier()
             q = queries
         wide_units, m, sums = (), (), ()
@@ -290,7 +330,9 @@ def decode_kernel(
             names.wait_group(1)
             names.barrier()
             token = i + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, F)), 1)
-            limits = (tokens_b,) if TILES == 1 else (tokens_b, tokens_b)
+            limits = ()
+            for _ in gl.static_range(TILES):
+                limits = limits + (tokens_b,)
             x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
             names.barrier()
             copy_rows(k_codes, k_rows, packed_b, i + 16, dense_stop, S, RING, D)
@@ -314,14 +356,16 @@ def decode_kernel(
                 token = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, F)), 1)
                 limits = ()
                 for t in gl.static_range(TILES):  # query m sees new tokens 0 .. m
-                    column = column0 + 4 * t + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, F)), 0)
+                    column = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, F)), 0)
+                    column = column0 + (column if TILES == 1 else t // 2 * 8 + 2 * column + t % 2)
                     limits = limits + (gl.minimum(column // GQ, M - 1) + 1,)
                 x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
                 m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
                 acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
                 names.barrier()
 
-        at = (gl.program_id(1) * (gl.num_programs(0) + BATCH * H) + program + b * H + h).to(gl.int64) * COLUMNS
+        place = gl.program_id(1) * (gl.num_programs(0) + BATCH * H) + gl.program_id(0) + b * H + h
+        at = place.to(gl.int64) * COLUMNS
         _store(part_ptr + at * D, part_lse_ptr + at, reference, sums, acc, acc_zero, D, VG, COLUMNS, UNIT)
         row += cost_b
         h += 1

@@ -53,14 +53,17 @@ def dense_logits(
     """Logits [16, 4] by tile, -inf where token [16, 1] >= limits, by tile [1, 4]."""
     rows = _rows(codes, D, DTYPE)
     x = ()
-    for t in gl.static_range(TILES):
+    for t in gl.static_range((TILES + 1) // 2):
         total = gl.zeros([16, 8], gl.float32, layout=MMA)
         for kb in gl.static_range(D // 32):
             part = from_words(query(q, t * (D // 32) + kb, L))
             if DTYPE == gl.bfloat16:  # exact: it was bf16, times a power of two
                 part = part.to(gl.float32).to(gl.bfloat16)
             total = mma_v2(rows.slice(kb * 32, 32, 1).load(A), part, total)
-        x = x + (gl.where(token < limits[t], apart(total)[0], float("-inf")),)
+        parts = apart(total)
+        x = x + (gl.where(token < limits[2 * t], parts[0], float("-inf")),)
+        if TILES > 1:
+            x = x + (gl.where(token < limits[2 * t + 1], parts[1], float("-inf")),)
     return x
 
 

@@ -74,6 +74,17 @@ def _two_terms(q, scale):
 
 
 @gluon.jit
+def _split_terms(q, scale):
+    """q * scale, and what its rounding lost: two operands, of half the operations for twice the columns."""
+    low0, high0, low1, high1 = gl.inline_asm_elementwise(
+        """{ .reg .b32 t; mul.rn.f16x2 t, $4, $5; mov.b32 {$0, $1}, t;
+        neg.f16x2 t, t; fma.rn.f16x2 t, $4, $5, t; mov.b32 {$2, $3}, t; }""",
+        "=h,=h,=h,=h,r,r", [q, scale], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return joined(low0, high0), joined(low1, high1)
+
+
+@gluon.jit
 def _add_biases(k_zeros, kb, words, sums, D: gl.constexpr):
     """Add zeros . q of 32 channels to sums: two [16, 8].
 
@@ -95,22 +106,29 @@ def _add_biases(k_zeros, kb, words, sums, D: gl.constexpr):
 
 
 @gluon.jit
-def _biases(sums, KG: gl.constexpr):
-    """zero . q by group, for all rows of a slot: KG of [16, 4], from the sums of _add_biases."""
+def _biases(sums, KG: gl.constexpr, TWICE: gl.constexpr):
+    """zero . q by group, for all rows of a slot, from the sums of _add_biases: KG of [16, 8].
+
+    TWICE: odd columns equal the even ones, and half the shuffles will do: KG of [16, 4].
+    """
     upper, _ = gl.split(sums[0].reshape([2, 8, 8]).permute([1, 2, 0]))
     _, lower = gl.split(sums[1].reshape([2, 8, 8]).permute([1, 2, 0]))
-    x = upper + lower  # [8, 8], a row a group; even columns equal the odd ones
+    x = upper + lower  # [8, 8], a row a group
     column = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, x.type.layout)), 0)
     biases = ()
-    for g in gl.static_range(0, KG, 2):
-        # even columns of one row, odd ones of the next, from the lane that holds them to all rows of lanes
-        lane = gl.broadcast((g + column % 2) * 4 + column // 2, x)[0]
+    for g in gl.static_range(0, KG, 2 if TWICE else 1):
+        # from the lane that holds a row to all rows of lanes; or even columns of one row, odd ones of the next
+        row = g + column % 2 if TWICE else g + column * 0
+        lane = gl.broadcast(row * 4 + column // 2, x)[0]
         y = gl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=True,
             pack=1,
         )  # fmt: skip
-        y = gl.join(y, y).permute([2, 0, 1]).reshape([16, 8])
-        biases = biases + apart(gl.convert_layout(y, MMA, assert_trivial=True))
+        y = gl.convert_layout(gl.join(y, y).permute([2, 0, 1]).reshape([16, 8]), MMA, assert_trivial=True)
+        if TWICE:
+            biases = biases + apart(y)
+        else:
+            biases = biases + (y,)
     return biases
 
 
@@ -127,19 +145,22 @@ def page_logits(
 ):  # fmt: skip
     """Logits of a page: a tuple, by slot and tile of 4 columns, of [16 tokens, 4].
 
-    q: words [16, 8] by tile and 32 channels, columns 2 c and 2 c + 1 holding column c; L is their layout.
+    q: words [16, 8] by 8 columns, of which two tiles have the even and the odd ones, and 32 channels; L is their
+    layout. A single tile has each of its columns twice, for the terms of q * scale to lie side by side.
     (q * scale) . code + q . zero: the scale is on the small side, once for each group of tokens.
     """
     SLOTS: gl.constexpr = 16 // BITS  # of a plane
     KG: gl.constexpr = 128 // G
     GS: gl.constexpr = G // 16  # slots of a group
     NB: gl.constexpr = D // 32
-    sums, biases = zeros(8 * TILES, 16), zeros(2 * TILES, 16)
+    VT: gl.constexpr = (TILES + 1) // 2
+    TERMS: gl.constexpr = 1 if TILES == 1 else 2  # products of a code
+    sums, biases = zeros(8 * VT, 16), zeros(2 * VT, 16)
     for kb in gl.static_range(NB):
         words, queries, new_sums, new_biases = (), (), (), ()
         for plane in gl.static_range(BITS // 2):
             words = words + (_words(codes, plane, kb, D),)
-        for t in gl.static_range(TILES):
+        for t in gl.static_range(VT):
             queries = queries + (query(q, t * NB + kb, L),)
             two = (biases[2 * t], biases[2 * t + 1])
             new_biases = new_biases + _add_biases(k_zeros, kb, queries[t], two, D)
@@ -148,25 +169,34 @@ def page_logits(
             scale = scale.reshape([4, 2, 2]).permute([1, 2, 0]).reshape([16])
             scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, L), assert_trivial=True), 1)
             scaled = ()
-            for t in gl.static_range(TILES):
-                scaled = scaled + (_two_terms(queries[t], scale),)
+            for t in gl.static_range(VT):
+                if TILES == 1:
+                    scaled = scaled + (_two_terms(queries[t], scale),)
+                else:
+                    scaled = scaled + _split_terms(queries[t], scale)
             for j in gl.static_range(g * GS, (g + 1) * GS):
                 code = _codes(words[j // SLOTS], j % SLOTS, BITS).permute([4, 1, 0, 3, 2, 5]).reshape([16, 32])
                 code = gl.convert_layout(code, A, assert_trivial=True)
-                for t in gl.static_range(TILES):
-                    new_sums = new_sums + (mma_v2(code, scaled[t], sums[j * TILES + t]),)
+                for t in gl.static_range(VT):
+                    total = sums[j * VT + t]
+                    for i in gl.static_range(TERMS):
+                        total = mma_v2(code, scaled[t * TERMS + i], total)
+                    new_sums = new_sums + (total,)
         sums, biases = new_sums, new_biases
-    PER: gl.constexpr = max(KG, 2)
     rows = ()
-    for t in gl.static_range(TILES):
-        rows = rows + _biases((biases[2 * t], biases[2 * t + 1]), KG)
+    for t in gl.static_range(VT):
+        rows = rows + _biases((biases[2 * t], biases[2 * t + 1]), KG, TILES == 1)
+    PER: gl.constexpr = len(rows) // VT
     logits = ()
     for j in gl.static_range(8):
-        for t in gl.static_range(TILES):
-            high, low = apart(sums[j * TILES + t])
-            unit = 1.0 / slot_unit(j % SLOTS, BITS, "subnormal")
-            # the large terms cancel first
-            logits = logits + (low * unit + (high * unit + rows[t * PER + j // GS]),)
+        unit = 1.0 / slot_unit(j % SLOTS, BITS, "subnormal")
+        for t in gl.static_range(VT):
+            bias = rows[t * PER + j // GS]
+            if TILES == 1:
+                high, low = apart(sums[j])
+                logits = logits + (low * unit + (high * unit + bias),)  # the large terms cancel first
+            else:
+                logits = logits + apart(sums[j * VT + t] * unit + bias)
     return logits
 
 

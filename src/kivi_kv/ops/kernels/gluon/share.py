@@ -28,6 +28,12 @@ def _row_cost(tokens, packed, PAGE_COST, DENSE_COST, NEW):
     return packed * PAGE_COST + (tokens + 15) // 16 * DENSE_COST + NEW * DENSE_COST
 
 
+def _last_unit(cost, packed, PAGE_COST, DENSE_COST):
+    """Where the last unit of a row of this cost begins."""
+    pages = packed * PAGE_COST
+    return cost - DENSE_COST * (cost > pages) - PAGE_COST * (cost <= pages)
+
+
 def _programs_used(total, programs, PAGE_COST):
     """No share may be smaller than a unit: between a row's first and last program, each has a unit of it."""
     most = total // PAGE_COST
@@ -57,6 +63,7 @@ def _units_before(cost, packed, PAGE_COST, DENSE_COST):
 
 
 triton_row_cost, row_cost = _both(_row_cost)
+triton_last_unit, last_unit = _both(_last_unit)
 triton_programs_used, programs_used = _both(_programs_used)
 triton_program_at, _ = _both(_program_at)
 triton_units_before, units_before = _both(_units_before)
