@@ -38,13 +38,13 @@ def _queries(
     """The queries of a row, each brought below 1/2 (4 where bf16 ends) by a power of two, for products within fp16.
 
     Column = query token * GQ + query head of the kv head. -> words [16, 8] by 8 columns and 32 channels (in shared
-    memory if there are many), of a single tile columns 2 c and 2 c + 1 holding column c; and by tile [16, 4] what a
-    logit is worth in units of log2.
+    memory if there are many), of a single tile columns 2 c and 2 c + 1 holding column c; and what a logit is worth in
+    units of log2, by tile [1, 4] and by 8 columns [8].
     """
     NB: gl.constexpr = D // 32
     n = gl.arange(0, 8, layout=gl.SliceLayout(0, B))
     d = gl.arange(0, 32, layout=gl.SliceLayout(1, B))
-    q, units = (), ()
+    q, units, wide_units = (), (), ()
     for t in gl.static_range((TILES + 1) // 2):
         column = column0 + (n // 2 if TILES == 1 else 8 * t + n)
         at = q_ptr + (column // GQ) * stride_qm + (column % GQ) * stride_qh
@@ -64,19 +64,21 @@ def _queries(
                 q = q + (words,)
             else:
                 store_words(memory.index(t * NB + kb), words)
-        unit = gl.expand_dims(gl.convert_layout(factor / down, gl.SliceLayout(0, MMA)), 0)
-        even, odd = apart(unit)
+        unit = gl.convert_layout(factor / down, gl.SliceLayout(0, MMA))
+        wide_units = wide_units + (unit,)
+        even, odd = apart(gl.expand_dims(unit, 0))
         units = units + (even,)
         if TILES > 1:
             units = units + (odd,)
-    return q, units
+    return q, units, wide_units
 
 
 @gluon.jit
-def _softmax(x, units, wide_units, m, reference, sums, shift):
-    """Weights of x, by slot and tile. -> the maxima, what weights refer to, the change of that, sums, weights.
+def _softmax(x, units, wide_units, reference, sums, before, shift):
+    """Weights of x, by slot and tile. -> what weights refer to, the change of that, sums, weights.
 
-    Weights reach 2^13 (times 2^shift), so that small ones stay clear of the lower end of fp16.
+    Weights reach 2^13 (times 2^shift, where before they reached 2^before times that), so that small ones stay clear
+    of the lower end of fp16.
     """
     TILES: gl.constexpr = len(units)
     SLOTS: gl.constexpr = len(x) // TILES
@@ -87,10 +89,10 @@ def _softmax(x, units, wide_units, m, reference, sums, shift):
             top = gl.maximum(top, x[j * TILES + t])
         tops = tops + (top,)
     wide_tops = pairs(tops)
-    new_m, new_reference, alpha = (), (), ()
-    for t in gl.static_range(len(m)):
-        top = gl.maximum(m[t], gl.max(wide_tops[t], 0) * wide_units[t] - 13.0)
-        new_m, new_reference = new_m + (top,), new_reference + (top - shift,)
+    new_reference, alpha = (), ()
+    for t in gl.static_range(len(reference)):
+        top = gl.maximum(reference[t] + before, gl.max(wide_tops[t], 0) * wide_units[t] - 13.0)
+        new_reference = new_reference + (top - shift,)
         alpha = alpha + (gl.exp2(reference[t] - (top - shift)),)
     references, alphas = tiles(new_reference, TILES), tiles(alpha, TILES)
     p, new_sums = (), ()
@@ -102,7 +104,7 @@ def _softmax(x, units, wide_units, m, reference, sums, shift):
         for j in gl.static_range(1, SLOTS):
             total += p[j * TILES + t]
         new_sums = new_sums + (sums[t] * alphas[t] + total,)
-    return new_m, new_reference, alpha, new_sums, p
+    return new_reference, alpha, new_sums, p
 
 
 @gluon.jit
@@ -273,17 +275,19 @@ def decode_kernel(
             _copy_part(k_codes, k_scales, k_zeros, page, KG, D // 2)
             _copy_part(v_codes, v_scales, v_zeros, page + K_WORDS, VG, 64)
         q_row = q_ptr + b64 * stride_qb + h64 * (GQ * stride_qh)
-        q, units = _queries(q_row, stride_qh, stride_qm, M, column0, factor, queries, GQ, TILES, D)
+        # 0, but not to LLVM, which would keep addresses that rest on it in registers through all rows
+        nothing = tokens_b >> 31
+        start = column0 + nothing if TILES > 1 else column0
+        q, units, wide_units = _queries(q_row, stride_qh, stride_qm, M, start, factor, queries, GQ, TILES, D)
         if TILES > 2:
             names.barrier()
             q = queries
-        wide_units, m, sums = (), (), ()
-        for t in gl.static_range(VT):
-            wide_units = wide_units + (gl.max(pairs(units)[t], 0),)
-            m = m + (gl.full([8], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA)),)
+        reference, sums, shift = (), (), nothing.to(gl.float32)
+        for _ in gl.static_range(VT):
+            reference = reference + (gl.full([8], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA)),)
         for t in gl.static_range(TILES):
             sums = sums + (units[t] * 0.0,)
-        reference, acc, acc_zero = m, zeros(VT * NB, 32), zeros(VT, 16)
+        acc, acc_zero = zeros(VT * NB, 32), zeros(VT, 16)
 
         # K of the next unit is on its way while V of this one is attended, and the other way round
         for i in range(first, stop):
@@ -307,13 +311,13 @@ def decode_kernel(
                 v_unit = to_half(v_scales, 0) * (2.0**24 * UNIT)
                 zero_unit = to_half(v_zeros.slice(0, VG * 64), 13) * UNIT
                 names.barrier()
-                m, reference, alpha, sums, p = _softmax(
-                    x, _scaled(units, k_unit), _scaled(wide_units, k_unit), m, reference, sums, 0.0
+                reference, alpha, sums, p = _softmax(
+                    x, _scaled(units, k_unit), _scaled(wide_units, k_unit), reference, sums, 0.0, 0.0
                 )
             else:
                 v_unit, zero_unit = 1.0, UNIT
-                shift = v_shift(v_scales)
-                m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, shift)
+                before, shift = shift, v_shift(v_scales)
+                reference, alpha, sums, p = _softmax(x, units, wide_units, reference, sums, before, shift)
             acc, acc_zero = page_values(
                 v_codes, v_scales, v_zeros, weight_operands(p, TILES, gl.float16), acc, acc_zero, alpha,
                 v_unit, zero_unit, D, G, V_BITS, WIDE,
@@ -336,7 +340,8 @@ def decode_kernel(
             x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
             names.barrier()
             copy_rows(k_codes, k_rows, packed_b, i + 16, dense_stop, S, RING, D)
-            m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
+            reference, alpha, sums, p = _softmax(x, units, wide_units, reference, sums, shift, 0.0)
+            shift = 0.0
             names.wait_group(1)
             names.barrier()
             acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
@@ -347,10 +352,8 @@ def decode_kernel(
 
         if HAS_NEW:  # noqa: SIM102 (a constant, then what the device decides)
             if last > packed_b + (tokens_b + 15) // 16:  # the new tokens are the row's last unit
-                # 0, but not to LLVM, which would keep the addresses below in registers through all rows
-                start = tokens_b >> 31
-                copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, start, M, D)
-                copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, start, M, D)
+                copy_new(k_codes, new_k_ptr + b64 * stride_nkb + h64 * stride_nkh, stride_nkm, nothing, M, D)
+                copy_new(v_codes, new_v_ptr + b64 * stride_nvb + h64 * stride_nvh, stride_nvm, nothing, M, D)
                 names.wait_group(0)
                 names.barrier()
                 token = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, F)), 1)
@@ -360,7 +363,7 @@ def decode_kernel(
                     column = column0 + (column if TILES == 1 else t // 2 * 8 + 2 * column + t % 2)
                     limits = limits + (gl.minimum(column // GQ, M - 1) + 1,)
                 x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
-                m, reference, alpha, sums, p = _softmax(x, units, wide_units, m, reference, sums, 0.0)
+                reference, alpha, sums, p = _softmax(x, units, wide_units, reference, sums, shift, 0.0)
                 acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
                 names.barrier()
 
