@@ -22,7 +22,7 @@ from triton.runtime.jit import KernelInterface
 
 from kivi_kv import KiviConfig, quantize_k, quantize_v
 from kivi_kv.format import PageLayout
-from kivi_kv.ops.kernels.append import append_token
+from kivi_kv.ops.kernels import append
 from kivi_kv.ops.kernels.decode import attend_kernel
 from kivi_kv.ops.kernels.gluon import attend as gluon
 from kivi_kv.ops.kernels.matmul import packed_matmul_triton
@@ -100,7 +100,7 @@ def launches_of_append(config, dtype, D) -> list:
     storage = KVStorage.empty(config, 2, 3, D, dtype, "cpu", 4096)
     x = torch.zeros(2, 1, 3, D, dtype=dtype).transpose(1, 2)
     with recorded() as launches:
-        append_token(x, x, storage)
+        append.append_token(x, x, storage)
     return launches
 
 
@@ -152,8 +152,10 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
 
 def launches_for(arch: str, what: str) -> list:
     few = None if arch in REPORTED else 2
+    overlap = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+    gluon.kernels_overlap = append.kernels_overlap = lambda device: overlap
     if what == "gluon":
-        gluon._device = lambda device, layout, tiles: (1056, int(arch.removeprefix("sm_")) >= 90)
+        gluon._resident = lambda device, layout, tiles: 1056
         gluon.prefer_shared_memory = lambda kernel: None
         return [(variant, *x) for variant in GLUON[:few] for x in launches_of_attend(*variant, gluon.attend_gluon)]
     launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]

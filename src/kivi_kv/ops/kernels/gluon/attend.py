@@ -10,7 +10,7 @@ from torch import Tensor
 from ....config import PAGE
 from ....format import PageLayout
 from ....storage import KVStorage
-from ..occupancy import resident_warps
+from ..occupancy import kernels_overlap, resident_warps
 from .carveout import prefer_shared_memory
 from .combine import combine_kernel
 from .decode import decode_kernel
@@ -19,15 +19,15 @@ _LOG2E = 1.4426950408889634
 
 
 @lru_cache(maxsize=256)
-def _device(device: torch.device, layout: PageLayout, tiles: int) -> tuple[int, bool]:
-    """Programs that run at once, and whether a kernel may start before the one before it has ended."""
+def _resident(device: torch.device, layout: PageLayout, tiles: int) -> int:
+    """Programs that run at once: each is one warp."""
     properties = torch.cuda.get_device_properties(device)
     k_code, k_param, _, v_code, v_param, _ = layout.sizes
     rows = 8 * layout.head_dim // 2 + 16 * PAGE // 2  # of zeros, as operands have them
     queries = 2 * tiles * layout.head_dim if tiles > 2 else 0
     nbytes = 4 * (k_code + k_param + v_code + v_param + rows + queries) + 1024  # which every program costs
     fit = properties.multi_processor_count * (properties.shared_memory_per_multiprocessor // nbytes)
-    return min(resident_warps(device), fit), properties.major >= 9  # a program is one warp
+    return min(resident_warps(device), fit)
 
 
 def _shares(most: int, rows: int) -> int:
@@ -65,16 +65,15 @@ def attend_gluon(
     GQ, rows = HQ // H, B * H
     columns = M * GQ
     TILES = 1 if columns <= 4 else 2 if columns <= 8 else 4
-    column_tiles = triton.cdiv(columns, 4 * TILES)
-    most, pdl = _device(q.device, layout, TILES)
+    most, pdl = _resident(q.device, layout, TILES), kernels_overlap(q.device)
     units = storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16) + 1
-    programs = min(_shares(most // column_tiles, rows), rows * units)
+    programs = min(_shares(most, rows), rows * units)
     q = q if q.stride(3) == 1 else q.contiguous()
     sink_logits = None if sink_logits is None else sink_logits.contiguous()
     has_new = new_k is not None
     new_k, new_v = (storage.dense_k, storage.dense_v) if new_k is None or new_v is None else (new_k, new_v)
     new_k, new_v = (x if _aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (new_k, new_v))
-    part = torch.empty((column_tiles, programs + rows, 4 * TILES, D), dtype=torch.float32, device=q.device)
+    part = torch.empty((programs + rows, 4 * TILES, D), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, HQ, M), dtype=torch.float32, device=q.device)
@@ -83,7 +82,7 @@ def attend_gluon(
         "GQ": GQ, "D": D, "S": config.sink_length, "ROWS": max(32, triton.next_power_of_2(B)),
         "PAGE_COST": layout.words // unit, "DENSE_COST": 16 * D // unit, "HAS_NEW": int(has_new), "PDL": pdl,
     }  # fmt: skip
-    kernel = decode_kernel[(programs, column_tiles)](
+    kernel = decode_kernel[(programs,)](
         q, storage.pool, storage.table, storage.packed, storage.lengths, storage.dense_k, storage.dense_v,
         new_k, new_v, part, part_lse, scale * _LOG2E, *q.stride()[:3], storage.table.stride(0),
         *storage.dense_k.stride()[:2], *new_k.stride()[:3], *new_v.stride()[:3], B, H, M,

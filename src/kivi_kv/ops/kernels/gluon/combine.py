@@ -43,8 +43,7 @@ def combine_kernel(
         gdc_wait()
 
     d, s = tl.program_id(2) * DB + tl.arange(0, DB), tl.arange(0, BLOCK)
-    tile = column // COLUMNS
-    at = (tile * (PROGRAMS + tl.num_programs(1)) + first + bh).to(tl.int64) * COLUMNS + column % COLUMNS
+    at = (first + bh).to(tl.int64) * COLUMNS + column
     m, weights = -1e30, 0.0
     if HAS_SINK:  # a logit without a value
         m = tl.load(sink_ptr + h * GQ + gq).to(tl.float32) * 1.4426950408889634

@@ -8,7 +8,6 @@ from .dense import copy_new, copy_rows, dense_logits, dense_values
 from .operands import (
     FLAT,
     FLAT3,
-    LANES,
     MMA,
     B,
     apart,
@@ -20,33 +19,28 @@ from .operands import (
     zeros,
 )
 from .page import k_to_half, page_logits, page_values, to_half, v_shift
-from .share import dense_tokens, last_unit, programs_used, row_cost, share_start, units_before
+from .share import dense_tokens, row_cost, units_before
+from .start import first_row, prefetch
 
-PREFETCH = gl.constexpr(1)  # pages
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _queries(
-    q_ptr, stride_qh, stride_qm, M, column0, factor, memory, GQ: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr
+    q_ptr, stride_qh, stride_qm, M, first, factor, memory, GQ: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr
 ):
     """The queries of a row, each brought below 1/2 (4 where bf16 ends) by a power of two, for products within fp16.
 
     Column = query token * GQ + query head of the kv head. -> words [16, 8] by 8 columns and 32 channels (in shared
-    memory if there are many), of a single tile columns 2 c and 2 c + 1 holding column c; and what a logit is worth in
-    units of log2, by tile [1, 4] and by 8 columns [8].
+    memory if there are many), columns 2 c and 2 c + 1 of a single tile holding column c; and what a logit is worth
+    in units of log2, by tile [1, 4] and by 8 columns [8].
     """
     NB: gl.constexpr = D // 32
     n = gl.arange(0, 8, layout=gl.SliceLayout(0, B))
     d = gl.arange(0, 32, layout=gl.SliceLayout(1, B))
     q, units, wide_units = (), (), ()
     for t in gl.static_range((TILES + 1) // 2):
-        column = column0 + (n // 2 if TILES == 1 else 8 * t + n)
+        column = first + (n // 2 if TILES == 1 else 8 * t + n)
         at = q_ptr + (column // GQ) * stride_qm + (column % GQ) * stride_qh
         raw = ()
         top = gl.full([8], 0.0, gl.float32, layout=gl.SliceLayout(0, B))
@@ -155,53 +149,6 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
             gl.store(part_ptr + column * D + channel, mean, mask=(column < COLUMNS) & (channel >= 0))
 
 
-@gluon.jit
-def _share(length_ptr, packed_ptr, BATCH, H, S: gl.constexpr, ROWS: gl.constexpr, PAGE_COST: gl.constexpr,
-           DENSE_COST: gl.constexpr, NEW: gl.constexpr, MAY_CHANGE: gl.constexpr):  # fmt: skip
-    """This program's share [low, high) of the cost of all rows, counted on the device; b, h and beginning of its first."""
-    b_at = gl.arange(0, ROWS, layout=LANES)
-    length = gl.load(length_ptr + b_at, mask=b_at < BATCH, other=0, volatile=MAY_CHANGE)
-    packed = gl.load(packed_ptr + b_at, mask=b_at < BATCH, other=0, volatile=MAY_CHANGE)
-    tokens = dense_tokens(length, packed, S)
-    cost = gl.where(b_at < BATCH, row_cost(tokens, packed, PAGE_COST, DENSE_COST, NEW), 0) * H
-    total = gl.sum(cost, 0)
-    programs = programs_used(total, gl.num_programs(0), PAGE_COST)
-    program = gl.program_id(0)
-    low, high = share_start(program, total, programs), share_start(program + 1, total, programs)
-    if program >= programs:
-        high = 0
-    ends = gl.associative_scan(cost, 0, _add)
-    b = gl.sum(((ends <= low) & (b_at < BATCH)).to(gl.int32), 0)
-    cost_b = gl.sum(gl.where(b_at == b, cost, 0), 0) // H
-    packed_b = gl.sum(gl.where(b_at == b, packed, 0), 0)
-    row = gl.sum(gl.where(b_at == b, ends - cost, 0), 0)  # where the row (b, h) begins
-    h = (low - row) // gl.maximum(cost_b, 1)
-    row += h * cost_b
-    if low - row > last_unit(cost_b, packed_b, PAGE_COST, DENSE_COST):  # within the last unit, which is another's
-        row += cost_b
-        h += 1
-        if h == H:
-            b += 1
-            h = 0
-    return low, high, b, h, row
-
-
-@gluon.jit
-def _prefetch(pool_ptr, table_ptr, length_ptr, packed_ptr, stride_table, BATCH, H, S: gl.constexpr, ROWS: gl.constexpr,
-              PAGE_COST: gl.constexpr, DENSE_COST: gl.constexpr, NEW: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
-    """Bring the first pages of this program on their way to L2 while kernels before this one still run.
-
-    They may still change lengths and table; then these are other pages than those that will be attended.
-    """
-    low, high, b, h, row = _share(length_ptr, packed_ptr, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, NEW, True)
-    packed = gl.load(packed_ptr + b, mask=row < high, other=0, volatile=True)
-    first = units_before(gl.maximum(low - row, 0), packed, PAGE_COST, DENSE_COST)
-    for i in gl.static_range(PREFETCH):
-        wanted = (row < high) & (first + i < gl.minimum(packed, stride_table))
-        slot = gl.load(table_ptr + b.to(gl.int64) * stride_table + first + i, mask=wanted, other=-1, volatile=True)
-        names.prefetch(pool_ptr + (gl.maximum(slot, 0).to(gl.int64) * H + h) * WORDS, WORDS, slot >= 0)
-
-
 @gluon.jit(do_not_specialize=["stride_table", "BATCH", "M"])
 def decode_kernel(
     q_ptr, pool_ptr, table_ptr, packed_ptr, length_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, part_ptr, part_lse_ptr,
@@ -211,10 +158,7 @@ def decode_kernel(
     V_BITS: gl.constexpr, S: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, PAGE_COST: gl.constexpr,
     DENSE_COST: gl.constexpr, HAS_NEW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Partial results of every program and row that meet, at program + row: part [.., columns, D], part_lse.
-
-    Programs: (shares of the tokens, tiles of 4 * TILES columns).
-    """
+    """Partial results of every program and row that meet, at program + row: part [.., 4 * TILES, D], part_lse."""
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WIDE: gl.constexpr = DTYPE == gl.bfloat16
     KG: gl.constexpr = 128 // G
@@ -241,15 +185,15 @@ def decode_kernel(
     F: gl.constexpr = apart(gl.zeros([16, 8], gl.float32, layout=MMA))[0].type.layout
 
     if PDL:
-        _prefetch(
-            pool_ptr, table_ptr, length_ptr, packed_ptr, stride_table, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, HAS_NEW, WORDS
-        )
+        prefetch(
+            pool_ptr, table_ptr, stride_table, length_ptr, packed_ptr, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST,
+            HAS_NEW, WORDS,
+        )  # fmt: skip
         names.wait_for_others()  # this kernel was launched before the one before it had ended
         names.launch_dependents()  # and so is the next
-    column0 = gl.program_id(1) * COLUMNS
-    low, high, b, h, row = _share(
+    low, high, b, h, row = first_row(
         length_ptr, packed_ptr, BATCH, H, S, ROWS, PAGE_COST, DENSE_COST, HAS_NEW, False
-    )  # fmt: skip
+    )
     while row < high:
         length_b, packed_b = gl.load(length_ptr + b), gl.load(packed_ptr + b)
         tokens_b = dense_tokens(length_b, packed_b, S)
@@ -277,8 +221,8 @@ def decode_kernel(
         q_row = q_ptr + b64 * stride_qb + h64 * (GQ * stride_qh)
         # 0, but not to LLVM, which would keep addresses that rest on it in registers through all rows
         nothing = tokens_b >> 31
-        start = column0 + nothing if TILES > 1 else column0
-        q, units, wide_units = _queries(q_row, stride_qh, stride_qm, M, start, factor, queries, GQ, TILES, D)
+        first_column = nothing if TILES > 1 else 0
+        q, units, wide_units = _queries(q_row, stride_qh, stride_qm, M, first_column, factor, queries, GQ, TILES, D)
         if TILES > 2:
             names.barrier()
             q = queries
@@ -360,15 +304,14 @@ def decode_kernel(
                 limits = ()
                 for t in gl.static_range(TILES):  # query m sees new tokens 0 .. m
                     column = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, F)), 0)
-                    column = column0 + (column if TILES == 1 else t // 2 * 8 + 2 * column + t % 2)
+                    column = column if TILES == 1 else t // 2 * 8 + 2 * column + t % 2
                     limits = limits + (gl.minimum(column // GQ, M - 1) + 1,)
                 x = dense_logits(k_codes, q, token, limits, D, TILES, L, DTYPE)
                 reference, alpha, sums, p = _softmax(x, units, wide_units, reference, sums, shift, 0.0)
                 acc, acc_zero = dense_values(v_codes, p, acc, acc_zero, alpha, D, TILES, DTYPE, UNIT)
                 names.barrier()
 
-        place = gl.program_id(1) * (gl.num_programs(0) + BATCH * H) + gl.program_id(0) + b * H + h
-        at = place.to(gl.int64) * COLUMNS
+        at = (gl.program_id(0) + b * H + h).to(gl.int64) * COLUMNS
         _store(part_ptr + at * D, part_lse_ptr + at, reference, sums, acc, acc_zero, D, VG, COLUMNS, UNIT)
         row += cost_b
         h += 1

@@ -125,7 +125,7 @@ def _biases(sums, KG: gl.constexpr, TWICE: gl.constexpr):
             pack=1,
         )  # fmt: skip
         y = gl.convert_layout(gl.join(y, y).permute([2, 0, 1]).reshape([16, 8]), MMA, assert_trivial=True)
-        if TWICE:
+        if TWICE:  # noqa: SIM108 (a constant)
             biases = biases + apart(y)
         else:
             biases = biases + (y,)
