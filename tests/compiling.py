@@ -53,6 +53,7 @@ GLUON = [
     (KiviConfig(2, 2, 32), torch.float16, 128, 1, 2, True, {}),
     (KiviConfig(4, 2, 64), torch.float16, 64, 7, 2, True, {}),
     (KiviConfig(2, 4, 32), torch.bfloat16, 64, 3, 1, False, {}),
+    (KiviConfig(2, 2, 32), torch.float16, 128, 16, 1, False, {}),
 ]
 REPORTED = ("sm_80", "sm_90")  # every variant; elsewhere the first ones, to save time
 # (bits, dtype, D, query heads per kv head, query tokens)
@@ -135,6 +136,7 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
     """Registers, stack and instructions that use it, of a compiled launch; the size of its code elsewhere."""
     how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
     compiled = triton.compile(source(kernel, args, options), target=target, options=how)
+    columns = options["TILES"] * 4 if "TILES" in options else 0
     if target.backend != "cuda":
         return {"bytes": len(compiled.asm["hsaco"])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -147,7 +149,8 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
 
         usage = tool("cuobjdump", "--dump-resource-usage")
         spills = len(re.findall(r"\b(?:STL|LDL)\b", tool("nvdisasm")))
-    return {**{name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}, "spills": spills}
+    numbers = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {**numbers, "spills": spills, "columns": columns}
 
 
 def launches_for(arch: str, what: str) -> list:

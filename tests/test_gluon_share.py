@@ -31,7 +31,7 @@ def attended(S, rows, H, programs, PAGE, DENSE, NEW):
         start = 0
         for r, cost in enumerate(cost for cost in costs for _ in range(H)):
             packed = rows[r // H][1]
-            if cost and start < high and start + cost > low:
+            if cost and start < high and low <= start + share._last_unit(cost, packed, PAGE, DENSE):
                 first = share._units_before(max(low - start, 0), packed, PAGE, DENSE)
                 last = share._units_before(min(high - start, cost), packed, PAGE, DENSE)
                 parts[program, r] = range(first, last)
@@ -54,11 +54,11 @@ def test_every_unit_is_attended_once_and_combined(batch, H, programs, cost, NEW)
         mine = costs[r // H]
         assert mine == packed * PAGE + blocks * DENSE
         if mine:  # combine_kernel
-            count = share._units_before(mine, packed, PAGE, DENSE)
-            assert count == packed + blocks
-            last = start + min(count - 1, packed) * PAGE + max(count - 1 - packed, 0) * DENSE
+            assert share._units_before(mine, packed, PAGE, DENSE) == packed + blocks
+            last = start + share._last_unit(mine, packed, PAGE, DENSE)
             read = range(share._program_at(start, total, used), share._program_at(last, total, used) + 1)
-            assert [p for p, row in sorted(parts) if row == r and len(parts[p, row])] == list(read)
+            assert [p for p, row in sorted(parts) if row == r] == list(read)
+            assert all(parts[p, r] for p in read), "no program comes by for nothing"
         start += mine
 
 
