@@ -22,7 +22,7 @@ from triton.runtime.jit import KernelInterface
 
 from kivi_kv import KiviConfig, quantize_k, quantize_v
 from kivi_kv.format import PageLayout
-from kivi_kv.ops.kernels import append
+from kivi_kv.ops.kernels.append import append_token
 from kivi_kv.ops.kernels.decode import attend_kernel
 from kivi_kv.ops.kernels.gluon import attend as gluon
 from kivi_kv.ops.kernels.matmul import packed_matmul_triton
@@ -101,7 +101,7 @@ def launches_of_append(config, dtype, D) -> list:
     storage = KVStorage.empty(config, 2, 3, D, dtype, "cpu", 4096)
     x = torch.zeros(2, 1, 3, D, dtype=dtype).transpose(1, 2)
     with recorded() as launches:
-        append.append_token(x, x, storage)
+        append_token(x, x, storage)
     return launches
 
 
@@ -156,7 +156,7 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
 def launches_for(arch: str, what: str) -> list:
     few = None if arch in REPORTED else 2
     overlap = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
-    gluon.kernels_overlap = append.kernels_overlap = lambda device: overlap
+    gluon.kernels_overlap = lambda device: overlap
     if what == "gluon":
         gluon._resident = lambda device, layout, tiles: 1056
         gluon.prefer_shared_memory = lambda kernel: None

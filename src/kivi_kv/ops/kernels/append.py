@@ -4,10 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...storage import KVStorage
-from .occupancy import kernels_overlap
 from .quantize import k_blocks, store_k_page, store_v_page, v_blocks
 
 
@@ -49,11 +47,9 @@ def append_kernel(
     S: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr, V_AT: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, G: tl.constexpr, VG: tl.constexpr,
     GROUPS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, LIMIT: tl.constexpr, FUSED: tl.constexpr,
-    PARAMS_PER_WORD: tl.constexpr, PDL: tl.constexpr,
+    PARAMS_PER_WORD: tl.constexpr,
 ):  # fmt: skip
     """K or V of some channels of one row and kv head: pack the ring's oldest page if told so, store the token."""
-    if PDL:
-        gdc_launch_dependents()  # attention may fetch its first pages meanwhile; what is written here it waits for
     values = tl.program_id(0) >= K_PROGRAMS
     KN: tl.constexpr = (DP + KB - 1) // KB
     VN: tl.constexpr = (DP + VB - 1) // VB
@@ -111,6 +107,5 @@ def append_token(k: Tensor, v: Tensor, storage: KVStorage) -> None:
         S=config.sink_length, RING=config.ring_length, WORDS=layout.words, V_AT=sum(layout.sizes[:3]), D=D,
         DP=layout.padded_dim, KB=KB, VB=VB, G=layout.group_size, VG=VG, GROUPS=layout.v_groups,
         K_BITS=layout.k_bits, V_BITS=layout.v_bits, LIMIT=torch.finfo(layout.dtype).max,
-        FUSED=not triton.knobs.runtime.interpret, PARAMS_PER_WORD=4 // layout.dtype.itemsize,
-        PDL=kernels_overlap(k.device), num_warps=4,
+        FUSED=not triton.knobs.runtime.interpret, PARAMS_PER_WORD=4 // layout.dtype.itemsize, num_warps=4,
     )  # fmt: skip
