@@ -143,7 +143,8 @@ def check(model: LlamaForCausalLM, decoder: GraphDecoder, name: str) -> None:
         options = {"position_ids": position, "use_cache": True, **cache_argument(decoder.cache)}
         found.append(call(input_ids=decoder.newest[:, None], **options).logits[:, -1].float())
     decoder.cache.finish()
-    gate(name, relative_error(found[1], found[0].double()), 1.5e-1)  # bf16 through 32 layers
+    # after 32 layers in bf16 two correct kernels part by 4.3e-2, compiled or not by 5.6e-2; a wrong one by about 1
+    gate(name, relative_error(found[1], found[0].double()), 1.5e-1)
 
 
 def step_of(model: LlamaForCausalLM, B: int, T: int, forward: Callable[..., Any], cache: Any = None) -> Any:
