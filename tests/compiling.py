@@ -133,7 +133,7 @@ def source(kernel, args, options) -> ASTSource:
 
 
 def report(kernel, args, options, target: GPUTarget) -> dict:
-    """Registers, stack and instructions that use it, of a compiled launch; the size of its code elsewhere."""
+    """Registers and stack of a compiled launch, and the columns it is for; the size of its code elsewhere."""
     how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
     compiled = triton.compile(source(kernel, args, options), target=target, options=how)
     columns = options["TILES"] * 4 if "TILES" in options else 0
@@ -141,16 +141,10 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
         return {"bytes": len(compiled.asm["hsaco"])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-
-        def tool(*command: str) -> str:
-            run = subprocess.run([BIN / command[0], *command[1:], file.name], capture_output=True, text=True)
-            assert run.returncode == 0, run.stderr
-            return run.stdout
-
-        usage = tool("cuobjdump", "--dump-resource-usage")
-        spills = len(re.findall(r"\b(?:STL|LDL)\b", tool("nvdisasm")))
-    numbers = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return {**numbers, "spills": spills, "columns": columns}
+        command = [BIN / "cuobjdump", "--dump-resource-usage", file.name]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+    return {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", run.stdout)} | {"columns": columns}
 
 
 def launches_for(arch: str, what: str) -> list:
