@@ -32,7 +32,7 @@ browser:
 HAS_BROWSER = $(shell command -v chromium >/dev/null && command -v chromedriver >/dev/null && echo yes)
 test: install lint
 	@test "$(HAS_BROWSER)" || echo "no chromium and chromedriver: the browser test is left out (see make browser)"
-	$(PYTHON) -m pytest -n 2 --dist loadgroup -q $(if $(HAS_BROWSER),,-m "not browser")
+	$(PYTHON) -m pytest -n 2 -q $(if $(HAS_BROWSER),,-m "not browser")
 
 # the oldest transformers and triton that we support, with the quick part of the tests
 OLDEST := .venv-oldest

@@ -148,7 +148,7 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
 
 
 def launches_for(arch: str, what: str) -> list:
-    few = None if arch in REPORTED else 2
+    few = None if arch in REPORTED else 1
     overlap = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
     gluon.kernels_overlap = lambda device: overlap
     if what == "gluon":
