@@ -148,11 +148,9 @@ def report(kernel, args, options, target: GPUTarget) -> dict:
 
 
 def launches_for(arch: str, what: str) -> list:
-    few = None if arch in REPORTED else 1
-    overlap = arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
-    gluon.kernels_overlap = lambda device: overlap
+    few = None if arch in REPORTED else 2
     if what == "gluon":
-        gluon._resident = lambda device, layout, tiles: 1056
+        gluon._device = lambda device, layout, tiles: (1056, int(arch.removeprefix("sm_")) >= 90)
         gluon.prefer_shared_memory = lambda kernel: None
         return [(variant, *x) for variant in GLUON[:few] for x in launches_of_attend(*variant, gluon.attend_gluon)]
     launches = [(variant, *x) for variant in DECODE[:few] for x in launches_of_attend(*variant)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....config import PAGE
 from ....format import PageLayout
 from ....storage import KVStorage
-from ..occupancy import kernels_overlap, resident_warps
+from ..occupancy import resident_warps
 from .carveout import prefer_shared_memory
 from .combine import combine_kernel
 from .decode import decode_kernel
@@ -19,15 +19,15 @@ _LOG2E = 1.4426950408889634
 
 
 @lru_cache(maxsize=256)
-def _resident(device: torch.device, layout: PageLayout, tiles: int) -> int:
-    """Programs that run at once: each is one warp."""
+def _device(device: torch.device, layout: PageLayout, tiles: int) -> tuple[int, bool]:
+    """Programs that run at once, and whether a kernel may start before the one before it has ended."""
     properties = torch.cuda.get_device_properties(device)
     k_code, k_param, _, v_code, v_param, _ = layout.sizes
     rows = 8 * layout.head_dim // 2 + 16 * PAGE // 2  # of zeros, as operands have them
     queries = 2 * tiles * layout.head_dim if tiles > 2 else 0
     nbytes = 4 * (k_code + k_param + v_code + v_param + rows + queries) + 1024  # which every program costs
     fit = properties.multi_processor_count * (properties.shared_memory_per_multiprocessor // nbytes)
-    return min(resident_warps(device), fit)
+    return min(resident_warps(device), fit), properties.major >= 9  # a program is one warp
 
 
 def _shares(most: int, rows: int) -> int:
@@ -65,7 +65,7 @@ def attend_gluon(
     GQ, rows = HQ // H, B * H
     columns = M * GQ
     TILES = 1 if columns <= 4 else 2 if columns <= 8 else 4
-    most, pdl = _resident(q.device, layout, TILES), kernels_overlap(q.device)
+    most, pdl = _device(q.device, layout, TILES)
     units = storage.table.shape[1] + triton.cdiv(storage.dense_k.shape[2], 16) + 1
     programs = min(_shares(most, rows), rows * units)
     q = q if q.stride(3) == 1 else q.contiguous()

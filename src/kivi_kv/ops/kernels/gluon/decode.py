@@ -136,8 +136,8 @@ def _store(part_ptr, part_lse_ptr, reference, sums, acc, acc_zero, D: gl.constex
     group = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)), 1)
     for t in gl.static_range(VT):
         column = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))
-        # a single tile has its columns twice
-        column = column // 2 + column % 2 * COLUMNS if COLUMNS == 4 else 8 * t + column
+        # a single tile has its columns twice: the odd ones go behind those that are stored
+        column = column // 2 + column % 2 * 4 if COLUMNS == 4 else 8 * t + column
         total = gl.sum(wide_sums[t], 0)
         gl.store(part_lse_ptr + column, reference[t] + gl.log2(total), mask=column < COLUMNS)
         inverse = gl.expand_dims(1.0 / (UNIT * gl.where(total == 0.0, 1.0, total)), 0)

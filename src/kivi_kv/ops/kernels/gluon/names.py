@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from .operands import LANES
+
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit_group = async_copy.commit_group
 wait_group = async_copy.wait_group
@@ -30,7 +32,7 @@ def wait_for_others():
 def prefetch(source, WORDS: gl.constexpr, wanted):
     """Bring words of global memory, 16 bytes at least, on their way to L2: by one warp, from sm_90 on."""
     EACH: gl.constexpr = (WORDS + 127) // 128 * 4  # of a lane
-    start = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * EACH
+    start = gl.arange(0, 32, layout=LANES) * EACH
     nbytes = gl.where(wanted, 4 * gl.minimum(gl.maximum(WORDS - start, 0), EACH), 0)
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
