@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import triton
 
 SCRIPT = Path(__file__).with_name("compiling.py")
 
@@ -28,12 +27,12 @@ def compiled(tmp_path, *args) -> list:
 def test_gluon_kernels_compile(arch, tmp_path):
     """Without a spill, on every version of Triton that we support: its names for all this differ.
 
-    Except that versions after 3.6 keep more addresses in registers through a loop: of 16 columns, which need them
-    all, ten or so live on the stack, and five of them are loaded for a page of 2,300 instructions.
+    Except that 9 to 16 columns of 128 channels need every register that there is, and some of the addresses that
+    compilers keep through the loop live on the stack: 2 (3.6, sm_80 only) to 12 (3.9, sm_90), of which a page of
+    2,300 instructions loads 7.
     """
     for name, report in compiled(tmp_path, arch, "gluon"):
-        allowed = 64 if report["columns"] > 8 and tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 0
-        assert report["STACK"] <= allowed, name
+        assert report["STACK"] <= (64 if report["columns"] > 8 else 0), name
         assert report["LOCAL"] == 0, name
 
 
