@@ -13,6 +13,7 @@ from .handle import KVHandle
 
 NAME = "kivi"
 NEWEST = -1  # for the first query's position, which only the device knows: the queries are the newest tokens
+QUERIES = 1024  # of a mask looked at together: what that takes stays small beside the mask
 PATTERN = "the model's mask is more than causal and padding: its packed layers are dequantized at every step"
 
 
@@ -34,7 +35,8 @@ def kivi_mask(
 ) -> Tensor | None:
     """The padding mask [B, T] as it came, or None, where plain causal attention is asked for.
 
-    Sliding windows, other patterns and caches with free rows at their end get sdpa's 4D mask.
+    Sliding windows, other patterns and caches with free rows at their end get sdpa's 4D mask. So does a model that
+    asks for one whatever it says (allow_is_causal_skip=False), since it computes with it: falcon adds its alibi.
     """
     plain = mask_function is causal_mask_function
     alone = q_offset == 0 and (attention_mask is None or attention_mask.shape[1] == 1)
@@ -47,7 +49,7 @@ def kivi_mask(
             )
         q_offset = kv_length - q_length
     newest = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
-    if not (plain and newest):
+    if not (plain and newest and kwargs.get("allow_is_causal_skip", True)):
         # None must mean "causal, the queries being the newest tokens" to kivi_attention; sdpa_mask means more by it
         kwargs["allow_is_causal_skip"] = kwargs.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
         return sdpa_mask(
@@ -98,13 +100,16 @@ def kivi_attention(
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if attention_mask is not None and attention_mask.ndim != 2:
+        padding = _padding_of(attention_mask)
+        attention_mask = attention_mask if padding is None else padding
+    if attention_mask is not None and attention_mask.ndim != 2:
         dense_k, dense_v = key.layer.materialize(PATTERN)
         if attention_mask.shape[-1] != dense_k.shape[2]:
             raise ValueError(
                 f"attention_mask: expected one of {dense_k.shape[2]} tokens, got {attention_mask.shape[-1]}"
             )
         out = _dense(module, query, dense_k, dense_v, attention_mask, dropout, scaling, **kwargs)
-        key.layer.store(_seen_by_any(attention_mask, query.shape[2]))
+        key.layer.store(_stored_of(attention_mask, query.shape[2]))
         return out, None
     try:
         _check_supported(key, dropout, kwargs)
@@ -163,7 +168,26 @@ def _refuse(name: str, value: object, allowed: object) -> None:
         raise ValueError(f"{name}: expected {allowed} with a packed cache, got {value}")
 
 
-def _seen_by_any(mask: Tensor, M: int) -> Tensor:
-    """Which of the M newest tokens any query sees, [B, M] bool, by a mask [B, heads, M, T]; the rest is padding."""
+def _padding_of(mask: Tensor) -> Tensor | None:
+    """The padding [B, T] in a mask [B, 1, M, T] that is causal and nothing else beside it, or None."""
+    M, T = mask.shape[-2:]
+    if mask.dtype != torch.bool or mask.shape[1] != 1:
+        return None
+    seen = mask[:, 0, -1]  # the newest query sees all that is not padding
+    for first in range(0, M, QUERIES):
+        rows = mask[:, 0, first : first + QUERIES]
+        past = T - M + first + rows.shape[1]
+        causal = newest_mask(rows.shape[1], past, mask.device)
+        if rows[..., past:].any() or not torch.equal(rows[..., :past], causal & seen[:, None, :past]):
+            return None
+    return seen
+
+
+def _stored_of(mask: Tensor, M: int) -> Tensor:
+    """Which of the M newest tokens are no padding, [B, M] bool, by a mask [B, heads, M, T].
+
+    Padding sees nothing and nothing sees it. A model that chooses what to attend may hide a token for now only.
+    """
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return seen[..., -M:].any(dim=1).any(dim=1)
+    seen = seen.any(dim=1)  # [B, M, T]
+    return seen.any(dim=2) | seen[..., -M:].any(dim=1)

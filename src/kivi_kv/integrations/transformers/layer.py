@@ -100,6 +100,8 @@ class KiviLayer(CacheLayerMixin):
                 return cache.decode(q, k, v, **options)
             self._leave()  # some rows skip this token
         total = self.seen + k.shape[2]
+        if mask is not None and mask.shape[1] < total:
+            raise ValueError(f"attention_mask: expected one of {total} tokens, got {mask.shape[1]}")
         valid = self._valid(None if mask is None else mask[:, :total])
         out = cache.step(q, k, v, valid, dense, **options)
         self._advance(k.shape[2], valid)
