@@ -104,14 +104,17 @@ def test_another_attention_takes_over(attention, lengths, tokens):
     assert torch.allclose(host[0], device[0], atol=2e-3)
 
 
+@pytest.mark.parametrize("hidden", [None, 42])
 @pytest.mark.filterwarnings("ignore::kivi_kv.KiviWarning")
-def test_a_mask_of_the_users_own():
-    """4D, over all tokens: attended as it says, by the dequantized values."""
+def test_a_mask_of_the_users_own(hidden):
+    """4D, over all tokens: attended as it says, by the dequantized values if it is more than padding."""
 
     def script(run: Run) -> list[Tensor]:
         run.padded([40, 12])
         steps(run, 4, 2)
         mask = torch.cat([run.mask, torch.ones(2, 1)], dim=1).bool()[:, None, None]
+        if hidden is not None:
+            mask[..., hidden] = False
         options = {"attention_mask": mask, "position_ids": torch.tensor([[44], [16]])}
         with torch.no_grad():
             return [run.model(prompt(1, 5, 2), **options, **cache_argument(run.cache)).logits]

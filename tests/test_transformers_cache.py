@@ -3,19 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import (
-    BloomConfig,
     Cache,
     DeepseekV3Config,
-    FalconConfig,
     Gemma2Config,
     LlamaConfig,
     MambaConfig,
@@ -188,18 +184,6 @@ def test_another_attention_is_right_with_padding() -> None:
     equal_tokens(actual, generate(untouched("llama"), inputs))
 
 
-@pytest.mark.parametrize("config", [FalconConfig(**TINY), FalconConfig(**TINY, alibi=True), BloomConfig(**TINY)])
-def test_models_with_attention_code_of_their_own_are_right(config: Any) -> None:
-    def sample(model: PreTrainedModel, cache: Cache | None = None) -> Tensor:
-        torch.manual_seed(3)  # greedily, these repeat themselves
-        return generate(model, left_padded([150, 90]), cache, do_sample=True)
-
-    model = random_model(config)
-    with slow_path():
-        actual = sample(model, cache_for(model, UNPACKED))
-    varied_and_equal(actual, sample(random_model(config)))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("family", PACKABLE)
 def test_a_padded_batch_gives_the_tokens_of_each_prompt_alone(family: str) -> None:
@@ -327,26 +311,6 @@ def test_layers_with_bits_of_their_own_equal_the_simulation() -> None:
     assert cache.nbytes == kivi_cache_bytes(config, len(cache.layers), 1, 400, shape[1], shape[3], torch.float32)
     with pytest.raises(ValueError, match=r"layer_bits: expected layers from 0 to \d+, got \[99\]"):
         cache_for(model, KiviConfig(layer_bits=((99, 4, 4),)))
-
-
-@pytest.mark.parametrize("checked", [None, False])
-def test_a_4d_mask_is_obeyed_warned_of_and_its_padding_not_stored(checked: bool | None) -> None:
-    model, inputs = touched("llama"), left_padded([180, 100])
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    causal = torch.ones(180, 180, dtype=torch.bool).tril()
-    mask4d = causal & mask[:, None, None].bool()
-    more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
-    token = prompt(1, batch=2)
-    expected = []
-    packed = cache_for(model, replace(UNPACKED, checked=checked))
-    for cache in (transformers.DynamicCache(config=model.config), packed):
-        ours = isinstance(cache, KiviCache)
-        with pytest.warns(KiviWarning, match="mask is more than causal") if ours else nullcontext():
-            step(model, ids, mask4d, cache)
-        expected.append(step(model, token, more, cache))
-    assert cache.stats()["unattended"] == 0
-    assert cache.packed_layers[0].cache.lengths == [181, 101]
-    torch.testing.assert_close(*expected, atol=1e-3, rtol=1e-3)  # fp32 sums in another order
 
 
 def test_reading_keys_and_values_is_counted() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DeepseekV3Config, FalconConfig, GPTNeoXConfig, PreTrainedConfig, Qwen3NextConfig
 
 from kivi_kv import KiviConfig, KiviWarning, cache_for
@@ -58,14 +60,15 @@ def test_tokens_and_what_the_cache_says_of_itself(name, length):
     stats = cache.stats()
     assert stats["packed_layers"] == PACKED[name]
     assert len(stats["native_layers"]) == model.config.num_hidden_layers - PACKED[name]
-    if name.startswith("falcon"):
+    own_code = name.startswith("falcon") and Version(transformers.__version__) < Version("5.25")
+    if own_code:
         assert stats["materializations"] > 0
         assert any("dequantized at every step" in text for text in said)
     else:
         assert (stats["materializations"], stats["unattended"]) == (0, 0)
     if name == "deepseek_v3":
         assert any("no layer can be packed: multi-head latent attention" in text for text in said)
-    elif not name.startswith("falcon"):
+    elif not own_code:
         assert not said
         assert stats["pages"] == (2 if length == 300 else 0)
         assert bool(stats["attend_calls"]) == (length == 300)

@@ -101,7 +101,8 @@ def kivi_attention(
         return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if attention_mask is not None and attention_mask.ndim != 2:
         padding = _padding_of(attention_mask)
-        attention_mask = attention_mask if padding is None else padding
+        if padding is not None and key.layer.is_padding(padding):  # not so if stored tokens are hidden for now
+            attention_mask = padding
     if attention_mask is not None and attention_mask.ndim != 2:
         dense_k, dense_v = key.layer.materialize(PATTERN)
         if attention_mask.shape[-1] != dense_k.shape[2]:

@@ -212,8 +212,8 @@ def cache_for(
     >>> model.generate(**inputs, past_key_values=cache)
 
     Raises ValueError for a model whose output would be wrong: an encoder-decoder, or one whose config says
-    is_causal=False. Warns once when no layer can be packed. A model whose attention code is its own (bloom), or adds
-    to the mask (falcon with alibi), works, but has to dequantize the cache at every step; the first one warns.
+    is_causal=False. Warns once when no layer can be packed. A model whose attention code is its own (bloom), or
+    adds to the mask (falcon with alibi), works, but has to dequantize the cache at every step; the first one warns.
     """
     config = KiviConfig.of(config)
     name = type(model).__name__

@@ -107,6 +107,11 @@ class KiviLayer(CacheLayerMixin):
         self._advance(k.shape[2], valid)
         return out
 
+    def is_padding(self, mask: Tensor) -> bool:
+        """Whether a mask [B, T] hides what was not stored, and nothing else, of the tokens before the staged ones."""
+        self._leave()
+        return self._is_past(mask)
+
     def prepare(self, masked: bool = False) -> None:
         """From here to `finish`, store and attend one token at a time by the device alone, in every row.
 
@@ -224,16 +229,15 @@ class KiviLayer(CacheLayerMixin):
 
     def _valid(self, mask: Tensor | None) -> Tensor | None:
         """The staged part of the mask; the part before must mark what was stored when those tokens came."""
-        if mask is None:
-            same = self.mask is None
-        else:
-            past = mask[:, : self.seen]
-            same = bool(past.all()) if self.mask is None else torch.equal(past, self.mask)
-        if not same:
+        if not (self.mask is None if mask is None else self._is_past(mask)):
             raise ValueError(
                 "attention_mask: expected the padding that earlier tokens were stored with, got another one or none"
             )
         return None if mask is None else mask[:, self.seen :]
+
+    def _is_past(self, mask: Tensor) -> bool:
+        past = mask[:, : self.seen]
+        return bool(past.all()) if self.mask is None else torch.equal(past, self.mask)
 
     def _advance(self, tokens: int, valid: Tensor | None) -> None:
         """Count tokens as seen, and remember which of them were stored."""
