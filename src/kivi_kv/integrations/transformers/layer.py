@@ -108,7 +108,7 @@ class KiviLayer(CacheLayerMixin):
         return out
 
     def is_padding(self, mask: Tensor) -> bool:
-        """Whether a mask [B, T] hides what was not stored, and nothing else, of the tokens before the staged ones."""
+        """Whether a mask [B, T] hides what was not stored and nothing else, among tokens before the staged ones."""
         self._leave()
         return self._is_past(mask)
 
