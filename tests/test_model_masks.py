@@ -85,6 +85,17 @@ def test_a_pattern_in_the_middle_of_a_long_mask_is_seen() -> None:
             step(model, prompt(T), mask, cache_for(model, KiviConfig(residual_length=2304)))
 
 
+@pytest.mark.parametrize("hidden", [None, 30])
+@pytest.mark.filterwarnings("ignore::kivi_kv.KiviWarning")
+def test_one_mask_serves_all_rows(hidden: int | None) -> None:
+    model, mask = touched("llama"), mask_4d(torch.ones(1, 40, dtype=torch.long), hidden)
+    logits = []
+    for cache in (transformers.DynamicCache(config=model.config), cache_for(model, UNPACKED)):
+        first = step(model, prompt(40, batch=2), mask, cache)
+        logits.append(torch.cat([first, step(model, prompt(1, batch=2), None, cache)], dim=1))
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)  # fp32 sums in another order
+
+
 def test_a_mask_that_sees_the_future_is_obeyed() -> None:
     model, mask = touched("llama"), torch.ones(1, 1, 40, 40, dtype=torch.bool)
     cache = cache_for(model, UNPACKED)

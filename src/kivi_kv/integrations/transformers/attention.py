@@ -100,6 +100,7 @@ def kivi_attention(
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         return _dense(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
     if attention_mask is not None and attention_mask.ndim != 2:
+        attention_mask = attention_mask.expand(query.shape[0], -1, -1, -1)  # one mask may serve all rows
         padding = _padding_of(attention_mask)
         if padding is not None and key.layer.is_padding(padding):  # not so if stored tokens are hidden for now
             attention_mask = padding
