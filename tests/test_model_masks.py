@@ -9,27 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import BloomConfig, Cache, DogeConfig, FalconConfig, PreTrainedModel
 
 from kivi_kv import KiviConfig, KiviWarning, cache_for
-from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import varied_and_equal
-from tiny_models import generate, left_padded, prompt, random_model, tiny_config, touched
+from tiny_models import FALCON_ASKS, generate, left_padded, prompt, random_model, step, tiny_config, touched
 
 UNPACKED = KiviConfig(residual_length=1024)
 PACKED = KiviConfig(8, 8, residual_length=32)
-ASKS = Version(transformers.__version__) >= Version(
-    "5.25"
-)  # falcon and doge attend through transformers' interface
 PATTERN = "mask is more than causal"
 OTHER, STORED = "the model's attention is not 'kivi'", "padding, if any, is stored too"
-
-
-def step(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **cache_argument(cache), use_cache=True).logits
 
 
 def mask_4d(padding: Tensor, hidden: int | None = None) -> Tensor:
@@ -144,10 +134,10 @@ def falcon(**fields: Any) -> FalconConfig:
 
 OWN = [
     pytest.param(lambda: tiny_config(BloomConfig), {OTHER, STORED}, id="bloom"),
-    pytest.param(lambda: falcon(alibi=True), {PATTERN} if ASKS else {OTHER, STORED}, id="falcon, alibi"),
-    pytest.param(falcon, set() if ASKS else {OTHER, STORED}, id="falcon"),
+    pytest.param(lambda: falcon(alibi=True), {PATTERN} if FALCON_ASKS else {OTHER, STORED}, id="falcon, alibi"),
+    pytest.param(falcon, set() if FALCON_ASKS else {OTHER, STORED}, id="falcon"),
 ]
-if ASKS:  # doge chooses by the values of all tokens, which it reads; before 5.25 it fails with any padding
+if FALCON_ASKS:  # doge chooses by the values of all tokens, which it reads; before 5.25 it fails with any padding
     OWN += [
         pytest.param(lambda: tiny_config(DogeConfig, keep_window_size=100), {OTHER}, id="doge, some"),
         pytest.param(lambda: tiny_config(DogeConfig, keep_window_size=2048), {OTHER}, id="doge, all"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    Cache,
     DeepseekV3Config,
     Gemma2Config,
     LlamaConfig,
@@ -24,7 +23,6 @@ from kivi_kv import KiviCache, KiviConfig, KiviWarning, cache_for, kivi_cache_by
 from kivi_kv.analysis import teacher_forced
 from kivi_kv.analysis.remedies import SimConfig
 from kivi_kv.analysis.simulation import simulate
-from kivi_kv.integrations.transformers.compat import cache_argument
 from simulated_cache import SimulatedCache, equal_tokens, varied_and_equal
 from tiny_models import (
     FAMILIES,
@@ -38,6 +36,7 @@ from tiny_models import (
     make_model,
     prompt,
     random_model,
+    step,
     touched,
     untouched,
 )
@@ -192,11 +191,6 @@ def test_a_padded_batch_gives_the_tokens_of_each_prompt_alone(family: str) -> No
     for row, length in enumerate(lengths):
         alone = generate(model, prompt(length, seed=row), cache_for(model, PACKED))
         equal_tokens(batch[row : row + 1, 180:], alone[:, length:])
-
-
-def step(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **cache_argument(cache), use_cache=True).logits
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +36,8 @@ VOCAB = 99
 PAD = 0
 NEW = 24  # tokens that generate() adds
 WINDOW = 64  # of the sliding layers: shorter than a page, so that they and the packed layers really differ
+# whether falcon and doge attend through transformers' interface, with masks that they ask for
+FALCON_ASKS = Version(transformers.__version__) >= Version("5.25")
 KEY_BIAS = 30.0  # Qwen's first layers have key biases far larger than anything else in the model
 
 _COMMON: dict[str, Any] = {
@@ -155,6 +159,11 @@ def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
         ids[row, longest - length :] = prompt(length, seed + row)
         mask[row, longest - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def step(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **cache_argument(cache), use_cache=True).logits
 
 
 def generate(

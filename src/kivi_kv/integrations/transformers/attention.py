@@ -102,17 +102,16 @@ def kivi_attention(
     if attention_mask is not None and attention_mask.ndim != 2:
         attention_mask = attention_mask.expand(query.shape[0], -1, -1, -1)  # one mask may serve all rows
         padding = _padding_of(attention_mask)
-        if padding is not None and key.layer.is_padding(padding):  # not so if stored tokens are hidden for now
-            attention_mask = padding
-    if attention_mask is not None and attention_mask.ndim != 2:
-        dense_k, dense_v = key.layer.materialize(PATTERN)
-        if attention_mask.shape[-1] != dense_k.shape[2]:
-            raise ValueError(
-                f"attention_mask: expected one of {dense_k.shape[2]} tokens, got {attention_mask.shape[-1]}"
-            )
-        out = _dense(module, query, dense_k, dense_v, attention_mask, dropout, scaling, **kwargs)
-        key.layer.store(_stored_of(attention_mask, query.shape[2]))
-        return out, None
+        if padding is None or not key.layer.is_padding(padding):  # not so if stored tokens are hidden for now
+            dense_k, dense_v = key.layer.materialize(PATTERN)
+            if attention_mask.shape[-1] != dense_k.shape[2]:
+                raise ValueError(
+                    f"attention_mask: expected one of {dense_k.shape[2]} tokens, got {attention_mask.shape[-1]}"
+                )
+            out = _dense(module, query, dense_k, dense_v, attention_mask, dropout, scaling, **kwargs)
+            key.layer.store(_stored_of(attention_mask, query.shape[2]))
+            return out, None
+        attention_mask = padding
     try:
         _check_supported(key, dropout, kwargs)
     except ValueError:
