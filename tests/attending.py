@@ -53,7 +53,9 @@ class Case:
         k, v = (randn(B, H, T, D, dtype=dtype, seed=seed).to(device) for seed in (1, 2))
         return cls(config, k, v, lengths, **options)
 
-    def check(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None, backend="triton", **options) -> float:
+    def check(
+        self, q: Tensor, new: tuple[Tensor, Tensor] | None = None, backend="triton", attend=attend, **options
+    ) -> float:
         """Compare output and log-sum-exp with fp64; -> the largest relative error of a row."""
         out, lse = attend(q, self.cache.storage, *(new or ()), return_lse=True, backend=backend, **options)
         assert (out.dtype, out.shape) == (q.dtype, q.shape)

@@ -1,5 +1,7 @@
 """Triton's interpreter, which runs kernels on a CPU, one program after the other."""
 
+import os
+
 import numpy as np
 import pytest
 import triton
@@ -12,6 +14,12 @@ ONE_ROUNDING = hasattr(interpreter._interpreter, "fma_fp32")  # of tl.fma
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="many variants: for Triton's interpreter, which compiles nothing"
 )
+
+
+def compiling_environment(cache) -> dict[str, str]:
+    """For a process that compiles kernels instead, into the folder `cache`."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)}
 
 
 def _reduce(self, operands):

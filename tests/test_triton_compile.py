@@ -1,20 +1,20 @@
 """Kernels compile for devices that are not there, and keep everything in registers."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from interpreting import compiling_environment
+
 SCRIPT = Path(__file__).with_name("compiling.py")
 
 
 def compiled(tmp_path, *args) -> list:
     """(name, report) of every kernel."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = compiling_environment(tmp_path)
     run = subprocess.run([sys.executable, SCRIPT, *args], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     reports = json.loads(run.stdout.splitlines()[-1])

@@ -1,0 +1,98 @@
+"""Attend by the Gluon kernel without a GPU: python emulating.py NAME ... runs its compiled code on the CPU.
+
+Run without TRITON_INTERPRET. Results are compared with fp64 attention over the values that the cache represents.
+An access outside of a tensor or of shared memory, a race between warps or a copy that is not waited for ends it.
+"""
+
+import sys
+
+import torch
+
+from attending import Case, new_tokens, queries
+from compiling import source
+from kivi_kv import KiviConfig
+from kivi_kv.ops.kernels.gluon import attend as gluon
+from oracle import assert_bitwise_equal
+from ptx import Emulator, emulated
+
+FP16, BF16 = torch.float16, torch.bfloat16
+KIVI2 = KiviConfig(2, 2, 32)
+# (config, D, dtype, query heads per kv head, query tokens, their own K and V)
+VARIANTS = {
+    "kivi2": (KIVI2, 128, FP16, 4, 1, False),
+    "balanced": (KiviConfig(4, 2, 128, sink_length=32), 128, BF16, 4, 1, False),
+    "kivi4 D64, 7 heads": (KiviConfig(4, 4, 32), 64, FP16, 7, 1, True),
+    "kivi2 D64 bf16, 5 tokens": (KIVI2, 64, BF16, 3, 5, True),
+    "groups of 64, 2 tokens": (KiviConfig(2, 2, 64, residual_length=40), 128, FP16, 4, 2, True),
+    "2, 4 bits, 16 heads": (KiviConfig(2, 4, 32, sink_length=3), 128, BF16, 16, 1, False),
+    "16 heads": (KIVI2, 128, FP16, 16, 1, False),
+}
+LENGTHS = [0, 1, 129, 290, 777]
+PROGRAMS = 7  # at once: fewer than rows, so that some have several, and some rows have several
+
+
+def attend(q, storage, new_k=None, new_v=None, *, scale=None, sink_logits=None, return_lse=True, backend="gluon"):
+    """As ops.attend, which would refuse a CPU; with the log-sum-exp."""
+    options = {"softcap": None, "sink_logits": sink_logits, "window": None}
+    return gluon.attend_gluon(q, storage, new_k, new_v, scale=scale or q.shape[-1] ** -0.5, **options)
+
+
+def ragged(name: str) -> tuple[Case, torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    config, D, dtype, ratio, M, new = VARIANTS[name]
+    case = Case.random(config, len(LENGTHS), 2, max(LENGTHS), D, dtype, LENGTHS)
+    q = queries(len(LENGTHS), 2 * ratio, M, D, dtype)
+    return case, q, new_tokens(len(LENGTHS), 2, M, D, dtype) if new else None
+
+
+def variant(emulator: Emulator, name: str) -> None:
+    case, q, new = ragged(name)
+    case.check(q, new, attend=attend)
+
+
+def overlapping(emulator: Emulator) -> None:
+    """Until a program has waited for the kernels before it, memory holds anything they may find there."""
+    case, q, _ = ragged("kivi2")
+    storage = case.cache.storage
+    expected = attend(q, storage)
+    pages = case.cache.packed
+    for lengths, packed in (
+        ([0] * 5, [0] * 5),
+        (LENGTHS[::-1], pages[::-1]),
+        (LENGTHS, [max(0, n - 1) for n in pages]),
+        ([n + 100 * (n > 600) for n in LENGTHS], pages),
+        ([10**6] * 5, [7000] * 5),
+    ):
+        emulator.stale = [
+            (storage.lengths, torch.tensor(lengths, dtype=torch.int32)),
+            (storage.packed, torch.tensor(packed, dtype=torch.int32)),
+            (storage.table, torch.full_like(storage.table, -1)),
+            (storage.pool, torch.full_like(storage.pool, -1)),
+            (q, torch.full_like(q, torch.nan)),
+        ]
+        for a, b in zip(attend(q, storage), expected, strict=True):
+            assert_bitwise_equal(a, b)
+
+
+def shares(emulator: Emulator) -> None:
+    """Any number of programs at once gives the same, as far as rounding allows."""
+    case, q, _ = ragged("kivi2")
+    for programs in (1, 2, 5, 13, 60):
+        gluon._device = lambda device, layout, tiles, programs=programs: (programs, True)
+        case.check(q, attend=attend)
+
+
+def main(names: list[str]) -> None:
+    gluon._device = lambda device, layout, tiles: (PROGRAMS, True)
+    gluon.prefer_shared_memory = lambda kernel: None
+    others = {"overlapping": overlapping, "shares": shares}
+    with emulated("sm_90", source) as emulator:
+        for name in names:
+            if name in others:
+                others[name](emulator)
+            else:
+                variant(emulator, name)
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
