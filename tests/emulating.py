@@ -1,6 +1,6 @@
-"""Attend by the Gluon kernel without a GPU: python emulating.py NAME ... runs its compiled code on the CPU.
+"""Kernels without a GPU: python emulating.py NAME ... runs their compiled code on the CPU.
 
-Run without TRITON_INTERPRET. Results are compared with fp64 attention over the values that the cache represents.
+Run without TRITON_INTERPRET. Attention is compared with fp64 over the values that the cache represents.
 An access outside of a tensor or of shared memory, a race between warps or a copy that is not waited for ends it.
 """
 
@@ -8,12 +8,19 @@ import sys
 
 import torch
 
-from attending import Case, new_tokens, queries
+from attending import TOLERANCE, Case, new_tokens, queries
 from compiling import source
-from kivi_kv import KiviConfig
+from kivi_kv import KiviConfig, LayerCache, quantize_k, quantize_v
+from kivi_kv.config import PAGE
+from kivi_kv.format import PageLayout, to_pages
+from kivi_kv.ops.kernels.append import append_token
+from kivi_kv.ops.kernels.decode import attend_kernel
 from kivi_kv.ops.kernels.gluon import attend as gluon
-from oracle import assert_bitwise_equal
+from kivi_kv.ops.kernels.matmul import packed_matmul_triton
+from kivi_kv.ops.kernels.quantize import write_pages
+from oracle import assert_bitwise_equal, randn, sample
 from ptx import Emulator, emulated
+from test_append_token import assert_same
 
 FP16, BF16 = torch.float16, torch.bfloat16
 KIVI2 = KiviConfig(2, 2, 32)
@@ -81,10 +88,64 @@ def shares(emulator: Emulator) -> None:
         case.check(q, attend=attend)
 
 
+def portable(emulator: Emulator) -> None:
+    """The kernel for other GPUs, and for what the Gluon kernel does not take."""
+
+    def attend(q, storage, new_k=None, new_v=None, *, return_lse, backend, softcap=None, window=None):
+        options = {"scale": q.shape[-1] ** -0.5, "sink_logits": None, "softcap": softcap, "window": window}
+        return attend_kernel(q, storage, new_k, new_v, **options)
+
+    for name, options in (("kivi2", {"window": 200}), ("balanced", {"softcap": 30.0})):
+        case, q, _ = ragged(name)
+        case.check(q, attend=attend, **options)
+
+
+def matmul(emulator: Emulator) -> None:
+    for bits, dtype in ((2, FP16), (4, BF16)):
+        x = randn(1, 2, 352, 80, dtype=dtype)
+        for packed in (quantize_k(x, bits, 32), quantize_v(x, bits, 32)):
+            a = randn(1, 8, 2, packed.code.shape[2], dtype=dtype, seed=1)
+            out = packed_matmul_triton(32, a, packed.code, packed.scale, packed.zero, bits, dtype)
+            dense = packed.dequantize(torch.float64)
+            dense = dense if packed.axis == "channels" else dense.mT
+            expected = (a.double().unflatten(1, (2, 4)) @ dense[:, :, None]).flatten(1, 2)
+            assert (out.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+def packing(emulator: Emulator) -> None:
+    """Every byte of a page as the reference writes it, by the division and rounding that devices have."""
+    for (k_bits, v_bits, group), D, dtype in (
+        ((2, 2, 32), 128, FP16), ((2, 4, 64), 128, BF16), ((8, 2, 128), 80, FP16), ((4, 8, 32), 64, torch.float32),
+    ):  # fmt: skip
+        layout = PageLayout(k_bits, v_bits, group, D, dtype)
+        k, v = (sample(1, 2, 2 * PAGE, D, dtype=dtype, seed=seed) for seed in (1, 2))
+        pool = torch.full((5, 2, layout.words), -1, dtype=torch.int32)
+        write_pages(k, v, pool, torch.tensor([[4, 1]], dtype=torch.int32), layout)
+        assert_bitwise_equal(pool[[4, 1]][None], to_pages(k, v, layout))
+        assert (pool[[0, 2, 3]] == -1).all()
+
+
+def appending(emulator: Emulator) -> None:
+    """Tokens that the device stores by itself, across the steps at which pages are packed."""
+    config = KiviConfig(2, 2, 32, residual_length=1, sink_length=1)
+    lengths = [0, 100, 128, 129, 257]
+    valid = torch.arange(257) < torch.tensor(lengths)[:, None]
+    k, v = (randn(5, 2, 257, 64, dtype=FP16, seed=seed) for seed in (1, 2))
+    layers = [LayerCache(config, 5, 2, 64, FP16, max_tokens=600) for _ in range(2)]
+    for layer in layers:
+        layer.append(k, v, valid)
+    layers[1].prepare()
+    for step in range(3):
+        k, v = (randn(5, 1, 2, 64, dtype=FP16, seed=10 * step + i).transpose(1, 2) for i in (1, 2))
+        layers[0].append(k, v)
+        append_token(k, v, layers[1].storage)
+    assert_same(*layers)
+
+
 def main(names: list[str]) -> None:
     gluon._device = lambda device, layout, tiles: (PROGRAMS, True)
     gluon.prefer_shared_memory = lambda kernel: None
-    others = {"overlapping": overlapping, "shares": shares}
+    others = {x.__name__: x for x in (overlapping, shares, portable, matmul, packing, appending)}
     with emulated("sm_90", source) as emulator:
         for name in names:
             if name in others:

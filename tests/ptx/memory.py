@@ -70,10 +70,14 @@ class SharedMemory:
 
     def write(self, address: np.ndarray, data: np.ndarray, warp: int) -> None:
         address, nbytes = address.astype(np.int64), data.shape[1]
+        at = address[:, None] + np.arange(nbytes)
         halves = self._halves(address, nbytes)
         readers = self.readers[halves] == self.phase
         readers[:, warp] = False
-        if readers.any() or ((self.written[halves] == self.phase) & (self.writer[halves] != warp)).any():
+        touched = readers.any(axis=1) | ((self.written[halves] == self.phase) & (self.writer[halves] != warp))
+        differs = (self.data[at].view(np.uint16) != np.ascontiguousarray(data).view(np.uint16)).ravel()
+        if (touched & differs).any():  # the same once more harms nobody
             raise RuntimeError("race: write what another warp has touched since the last barrier")
-        self.written[halves], self.writer[halves] = self.phase, warp
-        self.data[address[:, None] + np.arange(nbytes)] = data
+        mine = halves[~touched]
+        self.written[mine], self.writer[mine] = self.phase, warp
+        self.data[at] = data

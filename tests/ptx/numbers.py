@@ -10,6 +10,7 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 TYPES = {f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}") for kind, letter in (("u", "u"), ("b", "u"), ("s", "i"))
          for bits in (8, 16, 32, 64)}  # fmt: skip
 TYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8"), "pred": np.dtype("?")}
+TYPES |= {"bf16": TYPES["u16"], "f16x2": TYPES["u32"], "bf16x2": TYPES["u32"]}  # as registers hold them
 Array = np.ndarray
 
 
@@ -22,6 +23,18 @@ def to_bf16(x: Array) -> Array:
     word = x.astype(np.float32).view(np.uint32)
     nearest = (word + 0x7FFF + (word >> 16 & 1)) >> 16
     return np.where(np.isnan(x), 0x7FFF, nearest).astype(np.uint16)
+
+
+def as_numbers(words: Array, kind: str) -> Array:
+    """Of f16, bf16 or two of them in each word."""
+    halves = np.ascontiguousarray(words).view(np.uint16)
+    return from_bf16(halves) if "bf16" in kind else halves.view(np.float16)
+
+
+def as_words(x: Array, kind: str) -> Array:
+    """Undo as_numbers."""
+    halves = to_bf16(x) if "bf16" in kind else x.astype(np.float16).view(np.uint16)
+    return halves.view(np.uint32) if kind.endswith("x2") else halves
 
 
 def constant(text: str, dtype: np.dtype) -> Array:
@@ -58,8 +71,14 @@ def _divide(a: Array, b: Array) -> Array:
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
-    """Rounded once (but for ties in fp64, which fp32 operands hardly make)."""
-    return (a.astype(np.float64) * b + c).astype(a.dtype)
+    """Rounded once: fp64 holds the product; its sum, if not exact, is made odd, so that no tie can come of it."""
+    product, more = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + more
+    back = total - product
+    lost = (product - (total - back)) + (more - back)
+    even = (np.asarray(total).view(np.uint64) & 1) == 0
+    total = np.where((lost != 0) & even & np.isfinite(total), np.nextafter(total, np.copysign(np.inf, lost)), total)
+    return total.astype(a.dtype)
 
 
 def _field(x: Array, start: Array, count: Array) -> Array:
@@ -92,6 +111,19 @@ def _not(x: Array) -> Array:
     return ~x
 
 
+def approximate(operation: Callable[..., Array], ulps: int) -> Callable[..., Array]:
+    """As wrong as the manual lets devices be: off by up to that many units in the last place, by chance."""
+
+    def wrong(*operands: Array) -> Array:
+        x = operation(*operands)
+        word = np.asarray(x).view(np.int32)
+        by = (word * np.int32(-1640531527) >> 8) % (2 * ulps + 1) - ulps  # the same for the same number
+        normal = np.isfinite(x) & (np.abs(x) > 1e-30) & (np.abs(x) < 1e30)
+        return np.where(normal, word + by, word).astype(np.int32).view(np.float32)
+
+    return wrong
+
+
 # of operands of one type, to a result of that type
 ARITHMETIC: dict[str, Callable[..., Array]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mul.lo": operator.mul, "div": _divide,
@@ -100,11 +132,14 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
     "ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "bfe": _field,
     "prmt": _permute,
 }  # fmt: skip
+NAN_TOO = {"min": np.minimum, "max": np.maximum}  # of a NaN and a number, the NaN
 SHIFTS = {"shl": _shift_left, "shr": _shift_right}
 COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
     "ge": operator.ge, "neu": operator.ne, "lo": operator.lt, "ls": operator.le, "hi": operator.gt,
-    "hs": operator.ge,
+    "hs": operator.ge, "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b),
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b), "equ": lambda a, b: ~((a < b) | (a > b)),
 }  # fmt: skip
 REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min, "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce}
 

@@ -73,7 +73,7 @@ def _encode(x, low, high, LIMIT: tl.constexpr, BITS: tl.constexpr, FUSED: tl.con
         scale = high * half - low * half
     scale = _divide(scale, scale * 0.0 + TOP, scale * 0.0 + 1.0 / TOP, FUSED)
     if dtype != tl.float16:
-        scale = scale / half
+        scale = scale * (3.0 - 2.0 * half)  # 1 / half, which a device's division need not give exactly
     scale = _nan_min(scale, LIMIT)
     if dtype == tl.bfloat16:  # nearest, ties to even: the interpreter would cut
         word = scale.to(tl.int32, bitcast=True)

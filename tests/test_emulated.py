@@ -1,4 +1,4 @@
-"""The Gluon kernel's compiled code, run on a CPU statement by statement; and that what runs it sees mistakes."""
+"""The kernels' compiled code, run on a CPU statement by statement; and that what runs it sees mistakes."""
 
 import subprocess
 import sys
@@ -23,11 +23,13 @@ SCRIPT = Path(__file__).with_name("emulating.py")
         pytest.param(("kivi2", "2, 4 bits, 16 heads"), marks=pytest.mark.quick),
         ("balanced", "kivi4 D64, 7 heads", "kivi2 D64 bf16, 5 tokens", "groups of 64, 2 tokens"),
         ("overlapping", "shares", "16 heads"),
+        ("portable", "matmul"),
+        pytest.param(("packing", "appending"), marks=pytest.mark.quick),
     ],
     ids=" and ".join,
 )
-def test_gluon_attention(names, tmp_path):
-    """Against fp64, with nothing read that was not written, waited for or there."""
+def test_compiled_kernels(names, tmp_path):
+    """Right, with nothing read that was not written, waited for or there."""
     run = subprocess.run(
         [sys.executable, SCRIPT, *names], env=compiling_environment(tmp_path), capture_output=True, text=True
     )
