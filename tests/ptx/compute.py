@@ -36,6 +36,19 @@ def shift(statement: Statement) -> Step:
     return lambda warp, lanes: warp.put(target, SHIFTS[name](x(warp), by(warp)), lanes)
 
 
+def funnel(statement: Statement) -> Step:
+    """shf.wrap: the upper word of (high, low) shifted left, or the lower one of it shifted right."""
+    left, target = ".l." in statement.opcode, statement.operands[0]
+    low, high, by = (source(x, U32) for x in statement.operands[1:])
+
+    def step(warp: Warp, lanes: Array | None) -> None:
+        both = low(warp).astype(np.uint64) | high(warp).astype(np.uint64) << 32
+        count = by(warp).astype(np.uint64) % 32
+        warp.put(target, (both << count >> 32 if left else both >> count).astype(np.uint32), lanes)
+
+    return step
+
+
 def wide(statement: Statement) -> Step:
     """mul.wide, mad.wide, mul.hi: the double width of a product."""
     name, how, kind = statement.opcode.split(".")

@@ -41,7 +41,7 @@ class Emulator:
         return self.programs[key]
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
+        how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options}
         source = self.source(kernel, args, options)
         named = inspect.signature(kernel.fn).bind(
             *args, **{k: x for k, x in options.items() if k in kernel.arg_names}
