@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import KernelInterface
 
@@ -132,10 +132,14 @@ def source(kernel, args, options) -> ASTSource:
     return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
 
 
+def compile_launch(kernel, args, options, target: GPUTarget) -> CompiledKernel:
+    how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options}
+    return triton.compile(source(kernel, args, options), target=target, options=how)
+
+
 def report(kernel, args, options, target: GPUTarget) -> dict:
     """Registers and stack of a compiled launch, and the columns it is for; the size of its code elsewhere."""
-    how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in options}
-    compiled = triton.compile(source(kernel, args, options), target=target, options=how)
+    compiled = compile_launch(kernel, args, options, target)
     columns = options["TILES"] * 4 if "TILES" in options else 0
     if target.backend != "cuda":
         return {"bytes": len(compiled.asm["hsaco"])}

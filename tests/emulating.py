@@ -5,11 +5,13 @@ An access outside of a tensor or of shared memory, a race between warps or a cop
 """
 
 import sys
+from functools import partial
 
 import torch
+from triton.backends.compiler import GPUTarget
 
 from attending import TOLERANCE, Case, new_tokens, queries
-from compiling import source
+from compiling import compile_launch
 from kivi_kv import KiviConfig, LayerCache, quantize_k, quantize_v
 from kivi_kv.config import PAGE
 from kivi_kv.format import PageLayout, to_pages
@@ -22,6 +24,7 @@ from oracle import assert_bitwise_equal, randn, sample
 from ptx import Emulator, emulated
 from test_append_token import assert_same
 
+TARGET = GPUTarget("cuda", 90, 32)
 FP16, BF16 = torch.float16, torch.bfloat16
 KIVI2 = KiviConfig(2, 2, 32)
 # (config, D, dtype, query heads per kv head, query tokens, their own K and V)
@@ -147,7 +150,7 @@ def main(names: list[str]) -> None:
     gluon._device = lambda device, layout, tiles: (PROGRAMS, True)
     gluon.prefer_shared_memory = lambda kernel: None
     others = {x.__name__: x for x in (overlapping, shares, portable, matmul, packing, appending)}
-    with emulated("sm_90", source) as emulator:
+    with emulated(partial(compile_launch, target=TARGET)) as emulator:
         for name in names:
             if name in others:
                 others[name](emulator)

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import KernelInterface
 
 from .memory import GlobalMemory, SharedMemory
@@ -23,39 +20,33 @@ step_of = lru_cache(maxsize=None)(make_step)
 
 
 class Emulator:
-    """Runs launches as they come, program by program, in any order of programs.
+    """Runs launches as they come, program by program.
 
-    stale: what memory holds until griddepcontrol.wait, by tensor: what kernels before may not have written yet.
+    compiled: of (kernel, arguments, options), what Triton made of the kernel. stale: what memory holds until
+    griddepcontrol.wait of the next launch, by tensor: what kernels before it may not have written yet.
     """
 
-    def __init__(self, arch: str, source: Callable[..., ASTSource]) -> None:
-        self.target, self.source = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32), source
-        self.programs: dict[str, tuple[Program, int]] = {}
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self.compiled = compiled
+        self.programs: dict[str, Program] = {}
         self.stale: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def compiled(self, source: ASTSource, options: dict[str, Any]) -> tuple[Program, int]:
-        key = source.hash() + str(sorted(options.items()))
-        if key not in self.programs:
-            kernel = triton.compile(source, target=self.target, options=options)
-            self.programs[key] = parse(kernel.asm["ptx"]), kernel.metadata.shared
-        return self.programs[key]
-
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        how = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options}
-        source = self.source(kernel, args, options)
-        named = inspect.signature(kernel.fn).bind(
-            *args, **{k: x for k, x in options.items() if k in kernel.arg_names}
-        )
-        given = [(x, source.signature[name]) for name, x in named.arguments.items()]
-        values = [(x, kind) for x, kind in given if kind != "constexpr"]
-        program, shared = self.compiled(source, how)
-        tensors = [x for x, _ in values if isinstance(x, torch.Tensor)]
+        compiled = self.compiled(kernel, args, options)
+        if compiled.hash not in self.programs:
+            self.programs[compiled.hash] = parse(compiled.asm["ptx"])
+        program, metadata = self.programs[compiled.hash], compiled.metadata
+        named = {name: x for name, x in options.items() if name in kernel.arg_names}
+        given = inspect.signature(kernel.fn).bind(*args, **named).arguments
+        kinds = compiled.src.signature
+        values = [(x, kinds[name]) for name, x in given.items() if kinds[name] != "constexpr"]
+        memory = GlobalMemory([x for x, _ in values if isinstance(x, torch.Tensor)])
         numbers = [_bits(x, kind) for x, kind in values]
         arguments = dict(zip(program.parameters, numbers, strict=False))  # behind them: memory for its own use
-        memory = GlobalMemory(tensors)
         grid, stale, self.stale = (*grid, 1, 1)[:3], self.stale, []
         for at in product(*(range(n) for n in grid)):
-            self.one(program, how.get("num_warps", 4), grid, at, arguments, memory, SharedMemory(shared), stale)
+            shared = SharedMemory(metadata.shared)
+            self.one(program, metadata.num_warps, grid, at, arguments, memory, shared, stale)
 
     def one(
         self, program: Program, warps: int, grid: tuple[int, ...], at: tuple[int, ...],
@@ -103,9 +94,9 @@ def _bits(x: Any, kind: str) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def emulated(arch: str, source: Callable[..., Any]) -> Iterator[Emulator]:
-    """Launches within are emulated. source: of (kernel, arguments, options), what Triton compiles."""
-    emulator, usual = Emulator(arch, source), KernelInterface.__getitem__
+def emulated(compiled: Callable[..., Any]) -> Iterator[Emulator]:
+    """Launches within are emulated."""
+    emulator, usual = Emulator(compiled), KernelInterface.__getitem__
 
     def bound(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: emulator.launch(kernel, grid, args, options)

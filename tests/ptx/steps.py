@@ -48,7 +48,7 @@ def step_of(statement: Statement) -> Step:
 
 
 BY_NAME: dict[str, Callable[[Statement], Step]] = {
-    "shf": funnel, "shl": shift, "shr": shift, "setp": compare, "selp": select, "cvt": cvt, "mov": move, "ld": load, "st": store,
-    "cp": copy, "shfl": shuffle, "redux": reduce, "mma": matrix_product, "ldmatrix": load_matrices,
+    "shf": funnel, "shl": shift, "shr": shift, "setp": compare, "selp": select, "cvt": cvt, "mov": move, "ld": load,
+    "st": store, "cp": copy, "shfl": shuffle, "redux": reduce, "mma": matrix_product, "ldmatrix": load_matrices,
     "stmatrix": store_matrices, "movmatrix": move_matrix,
 }  # fmt: skip
