@@ -20,11 +20,10 @@ SCRIPT = Path(__file__).with_name("emulating.py")
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("kivi2", "2, 4 bits, 16 heads"), marks=pytest.mark.quick),
+        pytest.param(("kivi2", "packing", "appending"), marks=pytest.mark.quick),
         ("balanced", "kivi4 D64, 7 heads", "kivi2 D64 bf16, 5 tokens", "groups of 64, 2 tokens"),
-        ("overlapping", "shares", "16 heads"),
-        ("portable", "matmul"),
-        pytest.param(("packing", "appending"), marks=pytest.mark.quick),
+        ("overlapping", "shares"),
+        ("16 heads", "2, 4 bits, 16 heads", "portable", "matmul"),
     ],
     ids=" and ".join,
 )

@@ -2,7 +2,18 @@
 
 import numpy as np
 
-from .numbers import ARITHMETIC, COMPARISONS, NAN_TOO, SHIFTS, TYPES, approximate, as_numbers, as_words, convert
+from .numbers import (
+    ARITHMETIC,
+    COMPARISONS,
+    NAN_TOO,
+    SHIFTS,
+    TYPES,
+    approximate,
+    as_numbers,
+    as_words,
+    convert,
+    flushed,
+)
 from .operand import U32, names, source
 from .parse import Statement
 from .warp import Array, Step, Warp, every
@@ -12,11 +23,13 @@ def arithmetic(statement: Statement) -> Step:
     """d = operation(a, b, c), all of one type: numbers of a register each, or two halves of one."""
     parts = statement.opcode.split(".")
     name, kind = ".".join(parts[:2]) if parts[1] == "lo" else parts[0], parts[-1]
-    if name not in ARITHMETIC:
+    if name not in ARITHMETIC or {"sat", "relu", "cc"} & {*parts}:
         raise NotImplementedError(statement.text)
     operation = NAN_TOO[name] if "NaN" in parts else ARITHMETIC[name]
     if "approx" in parts or "full" in parts:
         operation = approximate(operation, 1 if "approx" in parts else 2)
+    if "ftz" in parts:
+        operation = flushed(operation)
     target, operands = statement.operands[0], [source(x, TYPES[kind]) for x in statement.operands[1:]]
 
     def by_halves(warp: Warp, lanes: Array | None) -> None:
@@ -68,7 +81,9 @@ def wide(statement: Statement) -> Step:
 
 def compare(statement: Statement) -> Step:
     """Of two halves of a register, each into a predicate of its own."""
-    _, how, *_, kind = statement.opcode.split(".")
+    _, how, *more, kind = statement.opcode.split(".")
+    if {*more} - {"ftz"}:
+        raise NotImplementedError(statement.text)
     targets, (a, b) = statement.operands[0].split("|"), (source(x, TYPES[kind]) for x in statement.operands[1:])
 
     def by_halves(warp: Warp, lanes: Array | None) -> None:
@@ -91,6 +106,8 @@ def select(statement: Statement) -> Step:
 
 def cvt(statement: Statement) -> Step:
     *rounding, to, kind = statement.opcode.split(".")[1:]
+    if {*rounding} - {"rn", "rni", "rzi", "rmi"}:
+        raise NotImplementedError(statement.text)
     single, pair = to.removesuffix("x2"), to.endswith("x2")
     dtype = TYPES["u16" if kind == "bf16" else kind]
     target, operands = statement.operands[0], [source(x, dtype) for x in statement.operands[1:]]

@@ -65,6 +65,8 @@ def _divide(a: Array, b: Array) -> Array:
     """Towards zero. By zero: all ones, as devices do."""
     if a.dtype.kind == "f":
         return a / b
+    if a.dtype.kind == "u":
+        return np.where(b == 0, a.dtype.type(-1 % 2 ** (8 * a.dtype.itemsize)), a // np.where(b == 0, b + 1, b))
     safe = np.where(b == 0, 1, b)
     quotient = np.abs(a.astype(np.int64)) // np.abs(safe.astype(np.int64))
     return np.where(b == 0, -1, quotient * np.sign(a) * np.sign(safe)).astype(a.dtype)
@@ -99,16 +101,13 @@ def _permute(a: Array, b: Array, how: Array) -> Array:
     return out.astype(np.uint32)
 
 
-def _maximum(a: Array, b: Array) -> Array:
-    return np.fmax(a, b)  # of a NaN and a number, the number
+def flushed(operation: Callable[..., Array]) -> Callable[..., Array]:
+    """.ftz: subnormal operands and results are 0."""
 
+    def normal(x: Array) -> Array:
+        return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
-def _minimum(a: Array, b: Array) -> Array:
-    return np.fmin(a, b)
-
-
-def _not(x: Array) -> Array:
-    return ~x
+    return lambda *operands: normal(operation(*(normal(x) for x in operands)))
 
 
 def approximate(operation: Callable[..., Array], ulps: int) -> Callable[..., Array]:
@@ -127,8 +126,8 @@ def approximate(operation: Callable[..., Array], ulps: int) -> Callable[..., Arr
 # of operands of one type, to a result of that type
 ARITHMETIC: dict[str, Callable[..., Array]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mul.lo": operator.mul, "div": _divide,
-    "mad.lo": lambda a, b, c: a * b + c, "fma": _fma, "min": _minimum, "max": _maximum, "neg": operator.neg,
-    "abs": np.abs, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": _not,
+    "mad.lo": lambda a, b, c: a * b + c, "fma": _fma, "min": np.fmin, "max": np.fmax, "neg": operator.neg,
+    "abs": np.abs, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": np.invert,
     "ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "bfe": _field,
     "prmt": _permute,
 }  # fmt: skip

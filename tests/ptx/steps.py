@@ -30,7 +30,7 @@ def step_of(statement: Statement) -> Step:
         return lambda warp, lanes: "exit"
     if name == "bra":
         return lambda warp, lanes: operands[0]
-    if name == "bar":
+    if opcode in ("bar.sync", "bar.warp.sync"):
         return lambda warp, lanes: None if ".warp" in opcode else "barrier"
     if opcode.startswith(("griddepcontrol.launch_dependents", "createpolicy")):
         return lambda warp, lanes: None

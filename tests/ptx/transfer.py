@@ -10,13 +10,17 @@ from .warp import Array, Step, Warp, every
 LANE = np.arange(32)
 
 
-def load(statement: Statement) -> Step:
+def _space(statement: Statement) -> str:
+    """Of a load or store: plain or volatile ones, cached in any way."""
     parts = statement.opcode.split(".")
-    space, dtype, targets = (
-        parts[1] if parts[1] != "volatile" else parts[2],
-        TYPES[parts[-1]],
-        names(statement.operands[0]),
-    )
+    space = parts[2] if parts[1] == "volatile" else parts[1]
+    if space not in ("param", "global", "shared"):
+        raise NotImplementedError(statement.text)
+    return space
+
+
+def load(statement: Statement) -> Step:
+    space, dtype, targets = _space(statement), TYPES[statement.opcode.split(".")[-1]], names(statement.operands[0])
     if space == "param":
         name = statement.operands[1].strip("[] ")
         return lambda warp, lanes: warp.put(
@@ -41,8 +45,7 @@ def load(statement: Statement) -> Step:
 
 
 def store(statement: Statement) -> Step:
-    parts = statement.opcode.split(".")
-    space, dtype = parts[1], TYPES[parts[-1]]
+    space, dtype = _space(statement), TYPES[statement.opcode.split(".")[-1]]
     at = address(statement.operands[0], TYPES["u64" if space == "global" else "u32"])
     values = [source(x, dtype) for x in names(statement.operands[1])]
 
@@ -75,7 +78,9 @@ def copy(statement: Statement) -> Step:
 
 def shuffle(statement: Statement) -> Step:
     how = statement.opcode.split(".")[2]
-    target, x, by, _ = statement.operands[0], *(source(x, U32) for x in statement.operands[1:4])
+    target, (x, by) = statement.operands[0], (source(x, U32) for x in statement.operands[1:3])
+    if int(statement.operands[3], 0) != (0 if how == "up" else 31):
+        raise NotImplementedError(f"among parts of a warp: {statement.text}")
 
     def step(warp: Warp, lanes: Array | None) -> None:
         n = every(by(warp)).astype(np.int64)
@@ -98,6 +103,8 @@ def reduce(statement: Statement) -> Step:
 
 
 def matrix_product(statement: Statement) -> Step:
+    if ".m16n8k16.row.col.f32." not in statement.opcode:
+        raise NotImplementedError(statement.text)
     bf16, (out, *given) = ".bf16." in statement.opcode, [names(x) for x in statement.operands]
     operands = [[source(x, U32) for x in group] for group in given]
 

@@ -67,7 +67,7 @@ def run(warp: Warp, program: Program, step_of: Callable[[Statement], Step]) -> I
         lanes = None
         if statement.guard is not None:
             lanes = warp.registers[statement.guard] ^ statement.negated
-            if statement.opcode.startswith("bra") and 0 < lanes.sum() < 32:
+            if statement.opcode.startswith(("bra", "ret", "bar")) and 0 < lanes.sum() < 32:
                 raise NotImplementedError(f"lanes part at {statement.text}")
             if not lanes.any():
                 at += 1
